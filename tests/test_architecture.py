@@ -237,7 +237,7 @@ def test_what_measures_knows_nothing_of_what_makes_data_and_the_package_of_neith
         f"{path.relative_to(root)} imports {module}"
         for folder, own in allowed.items()
         for path in sorted((root / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for module in [node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name]
         if module.partition(".")[0] in {"tunegemm", "benchmarks", "fit"} - own

@@ -51,6 +51,11 @@ def stored(path: Path) -> Contents:
         return from_database(database)
 
 
+@pytest.fixture(scope="module")
+def stored_text(stored: Contents) -> str:
+    return text_of(report(stored))
+
+
 def text_of(page: str) -> str:
     """The words of a page, without its styles and script."""
     body = re.sub(r"<(style|script)>.*?</\1>", " ", page, flags=re.DOTALL)
@@ -112,10 +117,9 @@ class TestDatabase:
         assert all(len(details.trials) == 69 for details in stored.details)
         assert stored.details[0].sequence is stored.details[0].trials
 
-    def test_replayed_evidence_is_called_recorded_even_in_a_database(self, stored: Contents) -> None:
-        text = text_of(report(stored))
-        assert "Recorded NVIDIA H200." in text and "2026-11-20" in text
-        assert "Measured on" not in text
+    def test_replayed_evidence_is_called_recorded_even_in_a_database(self, stored_text: str) -> None:
+        assert "Recorded NVIDIA H200." in stored_text and "2026-11-20" in stored_text
+        assert "Measured on" not in stored_text
 
     def test_real_evidence_is_called_measured(self, tmp_path: Path) -> None:
         with Database.open(tmp_path / "t.sqlite", create=True) as database:
@@ -131,18 +135,16 @@ class TestDatabase:
         assert "Too few candidates were tried to tell." in text
         assert "No candidate failed" in text
 
-    def test_failures_by_reason(self, stored: Contents) -> None:
+    def test_failures_by_reason(self, stored: Contents, stored_text: str) -> None:
         (group,) = stored.failures
         assert (group.stage, group.count, group.families) == ("wrong", 6, ("cute_sm90",))
-        text = text_of(report(stored))
-        assert "What failed, and why? 6 candidates" in text
-        assert re.search(r"relative error \d\.1 > 0\.01", text)
+        assert "What failed, and why? 6 candidates" in stored_text
+        assert re.search(r"relative error \d\.1 > 0\.01", stored_text)
 
-    def test_environment(self, stored: Contents) -> None:
-        text = text_of(report(stored))
+    def test_environment(self, stored_text: str) -> None:
         for words in ("SM clock while measuring", "MHz", "Board power", " W ", "sw_power_cap", "580.159.04",
                       "2.11.0+cu130", "989.4 TFLOP/s dense bf16", "132 multiprocessors"):  # fmt: skip
-            assert words in text
+            assert words in stored_text
 
     def test_the_shapes_measured_last_have_details(self, path: Path) -> None:
         with Database.open(path, read_only=True) as database:
