@@ -98,6 +98,7 @@ def shapes(
     arithmetic = _arithmetic(model, plain)
     layers: Counter[str] = Counter()
     calls: Counter[Kind] = Counter()
+    kinds: dict[tuple[Any, ...], list[Kind]] = {}
     refused = {}
     for layer in model.layers:
         if layer.left_out:
@@ -115,21 +116,27 @@ def shapes(
             epilogue = "+".join(filter(None, steps))
             said = "+".join(filter(None, ["grouped" * bool(layer.experts), epilogue]))
             layers[f"{name} {result.in_dtype} {said}".rstrip()] += 1
-            for m in _rows(layer, how, ranks, rows):
+            counts = _rows(layer, how, ranks, rows)
+            alike = columns, depth, bias, result, epilogue, layer.each, layer.transposed, layer.experts
+            if (*alike, *counts) not in kinds:  # most layers are like an earlier one
                 try:
-                    problem = Problem(
-                        m * layer.each,
-                        columns,
-                        depth,
-                        b_major="n" if layer.transposed else "k",
-                        in_dtype=result.in_dtype,
-                        out_dtype=result.out_dtype,
-                        epilogue=epilogue,
-                        groups=layer.experts,
-                    )
+                    problems = [
+                        Problem(
+                            m * layer.each,
+                            columns,
+                            depth,
+                            b_major="n" if layer.transposed else "k",
+                            in_dtype=result.in_dtype,
+                            out_dtype=result.out_dtype,
+                            epilogue=epilogue,
+                            groups=layer.experts,
+                        )
+                        for m in counts
+                    ]
                 except ProblemError as error:
                     raise WorkloadError(f"{model.where}: {layer.name}: {error}") from None
-                calls[_kind(problem, bias)] += 1
+                kinds[(*alike, *counts)] = [_kind(problem, bias) for problem in problems]
+            calls.update(kinds[(*alike, *counts)])
     if not calls:
         first = next((f", the first because {reason}" for reason in refused.values()), "")
         raise WorkloadError(f"{model.where}: no layer has kernels{first}")
