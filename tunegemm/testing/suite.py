@@ -69,20 +69,21 @@ def drawn(name: str, count: int) -> Iterator[Candidate]:
     If there are no more than `count`, each once.
     """
     space, generator = families.load_space(name), random.Random(0)
-    size = space.compile_size
+    size, order = space.compile_size, sorted(space.compile_values)
     for number in generator.sample(range(size), size) if size <= count else range(count):
         place = number if size <= count else generator.randrange(size)
         chosen = {}
         for parameter, values in space.compile_values.items():
             place, index = divmod(place, len(values))
             chosen[parameter] = values[index]
-        yield Candidate.make(name, chosen)
+        yield Candidate(name, tuple([(parameter, chosen[parameter]) for parameter in order]))
 
 
 def accepted(name: str, problem: Problem, device: Device, count: int) -> list[Candidate]:
     """Kernels that the rules accept, all of them different."""
     result: dict[Candidate, None] = {}
     family = families.get(name)
+    assert family.compiled
     allow = Remembered(family.rules, problem, device)  # most kernels are rejected, by verdicts already known
     for kernel in drawn(name, 100_000):
         if allow(kernel) and family.check(problem, kernel, device):
