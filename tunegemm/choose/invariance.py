@@ -218,8 +218,10 @@ def _at_best(
                 features(OF_ORDER, seen, part.take(rows), item.take(rows), numbers[rows], modelled)
             )
     return [
-        Ranked(kernel.kernel, launched(problem, kernel.kernel, **orders[number]), log)
-        for kernel, number, log in zip(kernels, best.tolist(), expected.tolist(), strict=True)
+        Ranked(kernel, launched(problem, kernel, **orders[number]), log)
+        for kernel, number, log in zip(
+            [each.kernel for each in kernels], best.tolist(), expected.tolist(), strict=True
+        )
     ]
 
 

@@ -77,7 +77,7 @@ class Candidate:
     @property
     def kernel(self) -> Candidate:
         """The candidate without its launch parameters: the part that is compiled once."""
-        return Candidate(self.family, self.compile_params)
+        return Candidate(self.family, self.compile_params) if self.launch_params else self
 
     def to_json(self) -> str:
         """Canonical JSON; `from_json` reads it back."""
