@@ -183,6 +183,13 @@ def pool(shared_folder: Path) -> Iterator[CompilePool]:
         yield pool
 
 
+@pytest.fixture
+def tuning_pool(pool: CompilePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tunings of this process compile in that pool, whose workers have imported the compilers."""
+    monkeypatch.setattr("tunegemm.tuning.tuner.CompilePool", lambda *_, **__: pool)
+    monkeypatch.setattr(pool, "close", pool.drop_waiting)
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package, built offline by the backend that pip would use."""

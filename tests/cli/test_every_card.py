@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.cards import CARDS, plug_in
 from tests.support.commands import here
-from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.architectures import ARCHITECTURES
 from tunegemm.describe.device import find_device
 
@@ -29,14 +28,12 @@ def test_there_is_one_of_each_architecture_but_hopper() -> None:
         for card in (*CARDS, "h100")
     ],
 )
+@pytest.mark.usefixtures("tuning_pool")
 def test_tune_leaderboard_explain_report_and_doctor(
-    card: str, pool: CompilePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    card: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plug_in(monkeypatch, card)
     monkeypatch.setenv("TUNEGEMM_DB", str(tmp_path / "tuning.sqlite"))
-    # One pool for all cards: its workers import the compilers once.
-    monkeypatch.setattr("tunegemm.tuning.tuner.CompilePool", lambda *_, **__: pool)
-    monkeypatch.setattr(pool, "close", pool.drop_waiting)
     device = find_device("cuda:0")
     # tests/generate/test_every_architecture.py compiles each family for each card.
     families = "triton,cute_sm80,cublaslt" if card == "a100" else "triton,cublaslt"
@@ -92,6 +89,7 @@ def here_is(card: str) -> str:
     return "{}.{}".format(*find_device(card).architecture.capability)
 
 
+@pytest.mark.usefixtures("tuning_pool")
 def test_a_model_is_a_ranking_that_never_ran() -> None:
     one = ("--families", "triton", "--trials", "1", "--workers", "1", "--json")
     done = here("tune", *SHAPE, "--device", "model:rtx4090", *one)

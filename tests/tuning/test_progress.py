@@ -76,6 +76,7 @@ def test_the_bar_tells_the_callback_too(capsys: pytest.CaptureFixture[str]) -> N
     assert "64x64x64 bf16 tn screen" in (said := capsys.readouterr().err) and "1.250 x torch.mm" in said
 
 
+@pytest.mark.usefixtures("tuning_pool")
 def test_tune_takes_extents_a_torch_device_and_names_the_nearest_keyword() -> None:
     import torch
 
