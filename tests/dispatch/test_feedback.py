@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.choose.test_predictions import odd_problems
 from tests.support.commands import here
 from tests.support.forks import Forks
 from tests.support.hopper import hopper
 from tests.support.processes import environment
-from tests.support.serving import Kernel, operands, quietly
+from tests.support.serving import Kernel, quietly
 from tests.support.waiting import until
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
 from tunegemm.choose.predictions import Predicted
@@ -54,6 +55,12 @@ def predicted() -> dict[Problem, Sequence[Predicted]]:
 
 def problem_of(number: int = 0) -> Problem:
     return list(predicted())[number]
+
+
+def zeros(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operands whose values nobody looks at: to draw those of so large products takes half a second."""
+    a, b = (torch.zeros(extent, problem.k, dtype=torch.bfloat16) for extent in (problem.m, problem.n))
+    return a, b.t()
 
 
 def timed(*ratios: float, noise: float = 0.001) -> Timed:
@@ -316,8 +323,7 @@ class Serving:
     def multiply(self, problem: Problem) -> bool:
         """Whether the kernel computed it."""
         before = len(self.kernel.calls)
-        a, b = operands(problem.m, problem.n, problem.k)
-        quietly(self.dispatcher.matmul, a, b)
+        quietly(self.dispatcher.matmul, *zeros(problem))
         return len(self.kernel.calls) > before
 
     def rest(self) -> None:
@@ -388,8 +394,7 @@ def test_other_modes_measure_nothing(
     serving = online(0.96)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
-        a, b = operands(problem_of().m, problem_of().n, problem_of().k)
-        serving.dispatcher.matmul(a, b)
+        serving.dispatcher.matmul(*zeros(problem_of()))
     assert serving.online.is_idle and bool(serving.kernel.calls) == (mode == "predict")
 
 
