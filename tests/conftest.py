@@ -65,6 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; there is none here"))
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: later collections need not search it
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hypothesis draws half its usual number of cases, a third where slow tests are left out.
 

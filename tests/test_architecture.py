@@ -17,6 +17,7 @@ import pytest
 
 import tunegemm
 from tests.support.forks import Forks
+from tests.support.syntax import nodes
 
 PACKAGE = Path(tunegemm.__file__).parent
 
@@ -46,12 +47,6 @@ def room(module: str) -> str:
     """The entry of ORDER that a module belongs to; empty for the package's `__init__` and `__main__`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[1] != "__main__" else ""
-
-
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    """All of a file."""
-    return [*ast.walk(ast.parse(path.read_text(), str(path)))]
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import pytest
 import tunegemm
 from tests.store.test_database import DEVICE, KERNEL, PROBLEM, measurement
 from tests.support.processes import environment
+from tests.support.syntax import nodes
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import CompilePool
 from tunegemm.compile.ptxas import Resources
@@ -210,7 +211,7 @@ _FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "
 def test_nothing_stored_is_ever_unpickled_or_evaluated() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
