@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 
+import numpy as np
+
 from tunegemm.compile.artifacts import digest
 from tunegemm.compile.pool import Ready, Shipped
 from tunegemm.describe.device import Device
@@ -229,11 +231,12 @@ class Kernels:
         kernels, columns = self._possible_of(problem, name)
         if compiled is not None:
             kernels, columns = self._compiled_of(problem, name, compiled)
-        fits = [
-            (wanted is None or kernel in wanted) and fits_extents(kernel) and self._is_wanted(kernel)
-            for kernel in kernels
+        rows = [
+            row
+            for row, kernel in enumerate(kernels)
+            if (wanted is None or kernel in wanted) and fits_extents(kernel) and self._is_wanted(kernel)
         ]
-        return [kernel for kernel, fit in zip(kernels, fits, strict=True) if fit], columns.take(fits)
+        return _taken(kernels, columns, rows)
 
     def _fits_kind(self, problem: Problem, name: str) -> Remembered:
         """Return the checks that do not depend on extents, cached across problems."""
@@ -266,9 +269,15 @@ class Kernels:
                 if tuple(kernel.params[n] for n in named) in had
                 and any(self.is_compiled(problem, item, compiled) for item in self._in_each_order(kernel))
             ]
-            known = compiled, [kernels[row] for row in rows], columns.take(rows)
-            self._compiled[kind] = known
+            known = self._compiled[kind] = (compiled, *_taken(kernels, columns, rows))
         return known[1:]
+
+
+def _taken(
+    kernels: Sequence[Candidate], columns: Columns, rows: Sequence[int]
+) -> tuple[list[Candidate], Columns]:
+    """Some of the kernels, by their indices. Numpy reads the indices once, not once for each column."""
+    return [kernels[row] for row in rows], columns.take(np.array(rows, dtype=np.int64))
 
 
 def _kind(problem: Problem) -> tuple[str | int, ...]:
