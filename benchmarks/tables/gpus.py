@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from benchmarks.tables.reading import load, markdown_table
+from benchmarks.tables.reading import Row, groups_of, load, table_of
 from tunegemm.describe.architectures import ALIASES, ARCHITECTURES, PARTS, Architecture
 from tunegemm.describe.device import find_device
 from tunegemm.generate import families
@@ -17,51 +16,37 @@ _MEASURED = {(9, 0): "H100, H200"}
 def gpus(results: Path) -> str:
     """A row for each architecture."""
     data = load(results.parent, "compiled.json")
-    counts: dict[str, list[dict[str, Any]]] = {}
-    for row in data["rows"] if data else ():
-        counts.setdefault(row["architecture"], []).append(row)
-    proxy = any((folder / "portable.json").exists() for folder in results.parent.iterdir())
-    lines = []
-    for architecture in ARCHITECTURES.values():
-        part = next(name for name, part in PARTS.items() if part.capability == architecture.capability)
-        tried = ", ".join(f"`{name}`" for name in families.of_device(find_device(part)))
-        lines.append([
-            architecture.short_name, architecture.name, f"{architecture.smem_bytes_per_block // 1024} KiB",
-            ", ".join(architecture.instructions) or "none of these", tried,
-            _compiled(counts.get(architecture.short_name, [])), _ran(architecture, proxy),
-        ])  # fmt: skip
-    header = ["", "generation", "shared memory", "has", "families", "compiled without it", "run"]
-    return markdown_table(header, lines)
+    counts = groups_of(data["rows"] if data else (), lambda row: row["architecture"])
+    by_proxy = any((folder / "portable.json").exists() for folder in results.parent.iterdir())
+    not_measured = "by proxy: the same source on a Hopper" if by_proxy else "no"
+    return table_of(ARCHITECTURES.values(), {
+        "": lambda each: each.short_name, "generation": lambda each: each.name,
+        "shared memory": lambda each: f"{each.smem_bytes_per_block // 1024} KiB",
+        "has": lambda each: ", ".join(each.instructions) or "none of these", "families": _families,
+        "compiled without it": lambda each: _compiled(counts.get(each.short_name, [])),
+        "run": lambda each: _MEASURED.get(each.capability, not_measured),
+    })  # fmt: skip
 
 
-def _compiled(rows: list[dict[str, Any]]) -> str:
-    results = [
-        f"{row['family']} ({row['version']}) {row['clean']} of {row['kernels']}" for row in rows
-        if row["kernels"]
-    ]  # fmt: skip
-    return "; ".join(results) or "not counted"
+def _families(architecture: Architecture) -> str:
+    part = next(name for name, part in PARTS.items() if part.capability == architecture.capability)
+    return ", ".join(f"`{name}`" for name in families.of_device(find_device(part)))
 
 
-def _ran(architecture: Architecture, proxy: bool) -> str:
-    if here := _MEASURED.get(architecture.capability):
-        return here
-    return "by proxy: the same source on a Hopper" if proxy else "no"
+def _compiled(rows: list[Row]) -> str:
+    counts = "{family} ({version}) {clean} of {kernels}"
+    return "; ".join(counts.format_map(row) for row in rows if row["kernels"]) or "not counted"
 
 
 def parts(_: Path) -> str:
     """A row for each part that `model:NAME` knows."""
     named = {name: [alias for alias, whole in ALIASES.items() if whole == name] for name in PARTS}
-    lines = [
-        [
-            ", ".join(f"`{item}`" for item in [name, *named[name]]), part.device_name,
-            ARCHITECTURES[part.capability].short_name, str(part.sm_count), f"{part.peak_tflops:g}",
-            f"{part.bandwidth_gbps:g}", f"{part.peak_tflops * 1e3 / part.bandwidth_gbps:.0f}",
-            part.source, part.compared or "none",
-        ]
-        for name, part in PARTS.items()
-    ]  # fmt: skip
-    header = [
-        "name", "as CUDA reports it", "", "SMs", "bf16, TFLOP/s", "GB/s", "ridge point, FLOP/B", "source",
-        "compared",
-    ]  # fmt: skip
-    return markdown_table(header, lines)
+    return table_of([{"name": name, "part": part} for name, part in PARTS.items()], {
+        "name": lambda row: ", ".join(f"`{item}`" for item in (row["name"], *named[row["name"]])),
+        "as CUDA reports it": "{part.device_name}",
+        "": lambda row: ARCHITECTURES[row["part"].capability].short_name, "SMs": "{part.sm_count}",
+        "bf16, TFLOP/s": "{part.peak_tflops:g}", "GB/s": "{part.bandwidth_gbps:g}",
+        "ridge point, FLOP/B":
+            lambda row: f"{row['part'].peak_tflops * 1e3 / row['part'].bandwidth_gbps:.0f}",
+        "source": "{part.source}", "compared": lambda row: row["part"].compared or "none",
+    })  # fmt: skip

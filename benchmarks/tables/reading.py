@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import geometric_mean
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 BASELINE = "torch"
-#: A result file's `meta`, `rows`, and other summaries.
+#: A result file's `meta`, `rows`, and other summaries; and one of its rows.
 Data = dict[str, Any]
+Row = dict[str, Any]
+#: Of a table, by name: a format of a row's fields, or a function of the row.
+Columns = Mapping[str, str | Callable[[Any], str]]
 NOT_MEASURED = "*Nothing measured yet: `{path}` is not there.*"
 
 
@@ -67,6 +72,25 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def table_of(rows: Iterable[Any], columns: Columns) -> str:
+    """A line for each row."""
+    cells = ([c.format_map(row) if isinstance(c, str) else c(row) for c in columns.values()] for row in rows)
+    return markdown_table([*columns], cells)
+
+
+def groups_of(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """The rows by their keys, in the order of the first ones."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def mean_of(rows: Iterable[Row], name: str = "ratio") -> str:
+    """The geometric mean of a field."""
+    return f"{geometric_mean(row[name] for row in rows):.3f}"
+
+
 def shape_of(row: dict[str, Any]) -> str:
     """``MxNxK``, and its differences from one bf16 tn product without an epilogue."""
     text = f"{row['m']}x{row['n']}x{row['k']}" + (f"x{row['batch']}" if row.get("batch", 1) != 1 else "")
@@ -81,15 +105,12 @@ def extents_of(row: dict[str, Any]) -> str:
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
     """Per provider its speed relative to torch.mm in the same interleave; without those that did not run."""
-    times = {
-        name: entry["median_us"]
-        for name, entry in row["providers"].items()
-        if entry and entry.get("median_us")
-    }
-    if BASELINE not in times:
+    timed = {name: each for name, each in row["providers"].items() if each and each.get("median_us")}
+    if BASELINE not in timed:
         raise DocsError(f"{shape_of(row)}: no time of {BASELINE!r} to compare with")
+    base = timed[BASELINE]["median_us"]
     # Round by round where the row has it; older files have medians only.
-    return {name: row["providers"][name].get("ratio", times[BASELINE] / time) for name, time in times.items()}
+    return {name: each.get("ratio", base / each["median_us"]) for name, each in timed.items()}
 
 
 def clocks_of(row: dict[str, Any]) -> str:
@@ -105,12 +126,7 @@ _NAMED = ("tunegemm", "torch", "cuda", "nvidia-cublas", "vllm", "transformers", 
 
 def machine_line(meta: dict[str, Any]) -> str:
     """The machine, software and date of a result file's rows, as far as its meta names them."""
-
-    facts = [
-        meta.get("gpu"),
-        meta.get("driver") and f"driver {meta['driver']}",
-        str(meta.get("date", ""))[:10],
-    ]
+    facts = [meta.get("gpu"), meta.get("driver") and f"driver {meta['driver']}", meta.get("date", "")[:10]]
     facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items() if name in _NAMED]
     said = ", ".join(str(fact) for fact in facts if fact)
     return f"Measured on {said}." if said else ""
