@@ -24,8 +24,8 @@ import importlib
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ import torch
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
 from benchmarks.experts import divide
-from benchmarks.graphs import Graph, Side, begin, in_rounds, within
-from benchmarks.results import Results, geometric_mean, meta, results_path
+from benchmarks.graphs import Graph, Side, begin, race, within
+from benchmarks.results import Results, report
 from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
 from tunegemm.generate import block_groups, blocks
@@ -95,64 +95,52 @@ SKEWS_OF_GROUPS = ("uniform", "typical")
 ROWS = ("1", "2", "4", "8", "16", "32", "64", "65", "128", "129", "256", "257", "512", "2048", "8192")
 _STEADY_ROWS = 2048
 _TURN_MS = 24.0
-_GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
 _MOST_DIVISIONS = 24
 _MASKED_BYTES = 8 << 30
 """DeepGEMM's masked product has room for the largest group in all groups: it is timed up to so many bytes."""
 _ERROR = 4e-3
 _SHOWN = ("torch", "bf16", "deepgemm", "contiguous", "masked", "tunegemm", "kernel", "quantize")
-_RATIOS = ("ratio_to_torch", "ratio_to_deepgemm", "ratio_to_bf16")
+#: Ratios of a row, by the sides of which they have the fastest one.
+_RATIOS = {"torch": ("torch",), "deepgemm": ("deepgemm", "contiguous", "masked"), "bf16": ("bf16",)}
 FP8 = torch.float8_e4m3fn
 
 
 class Case(NamedTuple):
-    """A product of a layer."""
+    """A product of a layer; with a skew, of a layer of experts, whose tokens `rows` counts."""
 
     layer: str
     rows: int
+    skew: str = ""
 
     @property
-    def n(self) -> int:
-        return LAYERS[self.layer][0]
-
-    @property
-    def k(self) -> int:
-        return LAYERS[self.layer][1]
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Blocks of N and of K."""
-        return -(-self.n // BLOCK), -(-self.k // BLOCK)
+    def named(self) -> dict[str, Any]:
+        """What of a row names it."""
+        if not self.skew:
+            n, k = LAYERS[self.layer]
+            return {"model": self.layer, "m": self.rows, "n": n, "k": k}
+        groups, each, n, k = GROUPS[self.layer]
+        m = self.rows * each
+        return {"model": self.layer, "m": m, "n": n, "k": k, "groups": groups, "skew": self.skew}
 
 
-class Operands:
-    """A, in bf16 too, and several sets of weights with their scales in torch's layout."""
+class Run(NamedTuple):
+    """What all rows of a run share."""
 
-    def __init__(self, case: Case, sets: int, quantising: bool) -> None:
-        """quantising: whether A is made of the bf16 activations."""
-        across, along = case.blocks
-        self.wide = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
-        if quantising:
-            self.a, self.scale_a = tunegemm.quantize(self.wide)
-        else:
-            self.a = _drawn(case.rows, case.k)
-            self.scale_a = (torch.rand(along, case.rows, device="cuda") + 0.5).t() * 1e-2
-        self.weights = [_drawn(case.n, case.k) for _ in range(sets)]
-        # torch requires lines of K blocks that begin at multiples of 16 bytes.
-        self.scales = [
-            (torch.rand(across, -(-along // 4) * 4, device="cuda") + 0.5)[:, :along].t() for _ in range(sets)
-        ]
-
-    def error_of(self, result: torch.Tensor, case: Case) -> float:
-        """Of the first set's product in up to 256 rows."""
-        rows = slice(0, min(case.rows, 256))
-        return error_of(result[rows], self.a[rows], self.scale_a[rows], self.weights[0], self.scales[0].t())
+    device: Device
+    provided: Provided
+    copied: float
+    """GB/s of a copy."""
+    options: argparse.Namespace
 
 
 def error_of(
     result: torch.Tensor, a: torch.Tensor, scale_a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> float:
-    """The largest error, relative to the sum of magnitudes. weight: (N, K). scale: (N / 128, K / 128)."""
+    """The largest error in up to 256 rows, relative to the sum of magnitudes.
+
+    weight: (N, K). scale: (N / 128, K / 128).
+    """
+    result, a, scale_a = result[:256], a[:256], scale_a[:256]
     n, k = weight.shape
     expanded = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)
     wide = weight.double() * expanded[:, :k]
@@ -160,8 +148,16 @@ def error_of(
     return float(((result.double() - left @ wide.t()).abs() / (left.abs() @ wide.abs().t())).max())
 
 
-def _drawn(*shape: int) -> torch.Tensor:
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _fp8(*shape: int) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda", dtype=torch.float16) * 40).to(FP8)
+
+
+def _scales(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, device="cuda") + 0.5
 
 
 def quantised_by_torch(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,74 +178,6 @@ def quantiser(
     return lambda: launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
 
 
-def sides_of(
-    case: Case, operands: Operands, device: Device, provided: Provided, every: bool, quantising: bool
-) -> dict[str, Side]:
-    """The timed sides, by name; each takes the number of a set of weights. every: all kernels. quantising:
-    whether each begins with bf16 activations."""
-    a, scale_a, wide = operands.a, operands.scale_a, operands.wide
-    weights, scales = operands.weights, operands.scales
-    # Half as many bf16 sets have as many bytes.
-    plain = [
-        torch.randn(case.n, case.k, device="cuda", dtype=torch.bfloat16)
-        for _ in weights[: -(-len(weights) // 2)]
-    ]
-
-    def of_torch(i: int) -> torch.Tensor:
-        left = quantised_by_torch(wide) if quantising else (a, scale_a)
-        return torch._scaled_mm(left[0], weights[i].t(), left[1], scales[i], out_dtype=torch.bfloat16)
-
-    def bf16(i: int) -> torch.Tensor:
-        return torch.mm(wide, plain[i % len(plain)].t())
-
-    def ours(i: int) -> torch.Tensor:
-        left = tunegemm.quantize(wide) if quantising else (a, scale_a)
-        return tunegemm.scaled_mm(left[0], weights[i].t(), left[1], scales[i], out_dtype=torch.bfloat16)
-
-    result: dict[str, Side] = {"torch": of_torch, "bf16": bf16, "tunegemm": ours}
-    choice = choose(case.rows, case.n, case.k, gpu=device.name)
-    out = torch.empty(case.rows, case.n, device="cuda", dtype=torch.bfloat16)
-    if (peer := deep_gemm()) is not None:
-        layout = importlib.import_module("deep_gemm.utils.layout")
-        arguments = a, layout.get_mn_major_tma_aligned_tensor(scale_a.contiguous())
-        quantise = quantiser(wide, *arguments, provided) if quantising else None
-        own = [each.t().contiguous() for each in scales]
-
-        def deepgemm(i: int) -> torch.Tensor:
-            if quantise is not None:
-                quantise()
-            peer.fp8_gemm_nt(arguments, (weights[i], own[i]), out)
-            return out
-
-        result["deepgemm"] = deepgemm
-    if quantising:
-        result["quantize"] = lambda _: tunegemm.quantize(wide)
-        return result
-    for each in candidates():
-        if not each.first_row <= case.rows <= each.last_row:
-            continue
-        chosen = choice is not None and each.name == choice.name
-        artifact = provided.of(blocks.kernel_key(each.config))
-        if artifact is None or not (every or chosen):
-            continue
-        kernel = BlockKernel.load(each.config, artifact.path)
-        for split in splits_of(each.config, case.rows, case.n, case.k):
-            launch = kernel.bound(
-                a, weights[0], scale_a, scales[0].t(), out, device=device, split_k=split,
-                l2_hint=2 if each.config.few and case.rows <= each.config.rows else 0,
-            )  # fmt: skip
-
-            def run(i: int, launch: Callable[..., None] = launch) -> torch.Tensor:
-                launch(*(each.data_ptr() for each in (a, weights[i], scale_a, scales[i], out)))
-                return out
-
-            if chosen and choice is not None and split == choice.split_k:
-                result["kernel"] = run
-            if every:
-                result[f"{each.name} k{split}"] = run
-    return result
-
-
 @cache
 def deep_gemm() -> Any:
     """DeepGEMM, None where it is not installed or does not load."""
@@ -260,74 +188,130 @@ def deep_gemm() -> Any:
         return None
 
 
+def aligned(scales: torch.Tensor) -> torch.Tensor:
+    """Scales of rows in DeepGEMM's layout."""
+    layout = importlib.import_module("deep_gemm.utils.layout")
+    result: torch.Tensor = layout.get_mn_major_tma_aligned_tensor(scales)
+    return result
+
+
 def copied_gbs() -> float:
     """GB/s that a copy reads and writes."""
     source = torch.empty(1 << 30, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
-    graph = Graph.capture(lambda _: target.copy_(source), 1, **_GRAPH)
+    graph = Graph.capture(lambda _: target.copy_(source), 1, short_ms=0.5, most=200)
     return 2 * source.numel() / statistics.median(graph.us(0.0) for _ in range(9)) * 1e-3
 
 
-def measure(
-    case: Case, device: Device, provided: Provided, every: bool, rounds: int, copied: float,
-    quantising: bool,
+def row_of(
+    case: Case, sides: dict[str, Side], sets: int, error: Callable[[str, torch.Tensor], float], run: Run, *,
+    moved: float, chosen: str | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row."""
-    steady = case.rows >= _STEADY_ROWS
-    sets = 1 if steady else max(1, math.ceil(3 * device.l2_bytes / (case.n * case.k)))
-    operands = Operands(case, sets, quantising)
-    sides = sides_of(case, operands, device, provided, every, quantising)
+    """A row: each side's result is checked, then those that take the product are timed.
+
+    error: of a named side's result. moved: bytes. chosen: the kernel that is to be the fastest.
+    """
+    named = case.named
+    turn_ms = _TURN_MS if named["m"] >= _STEADY_ROWS else 0.0
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
     for name, side in list(sides.items()):
         try:
             result = side(0)
             if name not in ("bf16", "quantize"):
-                errors[name] = operands.error_of(result, case)
-        except (RuntimeError, ValueError) as error:
-            refused[name] = str(error).partition("\n")[0]
+                errors[name] = error(name, result)
+        except (RuntimeError, ValueError) as failure:
+            refused[name] = one_line(failure)
             del sides[name]
-    graphs = {name: Graph.capture(side, sets, **_GRAPH) for name, side in sides.items()}
-    turn_ms = _TURN_MS if steady else 0.0
-    samples = in_rounds(graphs, max(3, rounds // 3) if steady else rounds, lambda _: turn_ms)
-    us = {name: statistics.median(times) for name, times in samples.items()}
+    us = race(sides, sets, run.options.rounds, turn_ms)
     own = us["tunegemm"]
-    kernels = [name for name in us if name not in _SHOWN]
-    choice = choose(case.rows, case.n, case.k, gpu=device.name)
-    across, along = case.blocks
-    of_rows = 2 * case.k if quantising else case.k + 4 * along
-    moved = case.n * case.k + 4 * along * across + case.rows * (of_rows + 2 * case.n)
-    row = {
-        "model": case.layer, "m": case.rows, "n": case.n, "k": case.k, "block": [BLOCK, BLOCK],
-        "with_quantising": quantising,
-        "ratio_to_torch": round(us["torch"] / own, 4) if "torch" in us else None,
-        "ratio_to_deepgemm": round(us["deepgemm"] / own, 4) if "deepgemm" in us else None,
-        "ratio_to_bf16": round(us["bf16"] / own, 4),
-        "bandwidth_share": round(moved / own * 1e-3 / copied, 4),
-        "tflops": round(2 * case.rows * case.n * case.k / own * 1e-6, 1),
-        "chosen": None if choice is None else f"{choice.name} k{choice.split_k}",
-        "error": round(errors["tunegemm"], 6),
-        "us": {name: round(value, 2) for name, value in us.items()},
-        "wrong": [name for name, error in errors.items() if not error < _ERROR], "turn_ms": turn_ms,
+    times = {
+        name: [us[side] for side in those if side in us and errors.get(side, 0.0) < _ERROR]
+        for name, those in _RATIOS.items() if name != "torch" or not case.skew
+    }  # fmt: skip
+    row = named | {
+        "block": [BLOCK, BLOCK], "with_quantising": run.options.with_quantising,
+        **{f"ratio_to_{name}": round(min(some) / own, 4) if some else None for name, some in times.items()},
+        "bandwidth_share": round(moved / own * 1e-3 / run.copied, 4),
+        "tflops": round(2 * named["m"] * named["n"] * named["k"] / own * 1e-6, 1), "chosen": chosen,
+        "error": round(errors["tunegemm"], 6), "us": {name: round(value, 2) for name, value in us.items()},
+        "wrong": [name for name, each in errors.items() if not each < _ERROR], "turn_ms": turn_ms,
     }  # fmt: skip
     if refused:
         row["refused"] = refused
-    if kernels:
+    if kernels := [name for name in us if name not in _SHOWN]:
         best = min(kernels, key=us.__getitem__)
         row |= {"best": best, "best_to_chosen": round(own / us[best], 4)}
     return row
 
 
-class GroupCase(NamedTuple):
-    """A product of a layer of experts."""
+def measure(case: Case, run: Run) -> dict[str, Any]:
+    """The row of a dense product; each side takes the number of a set of weights."""
+    (n, k), rows = LAYERS[case.layer], case.rows
+    across, along = -(-n // BLOCK), -(-k // BLOCK)
+    quantising, every = run.options.with_quantising, run.options.every
+    sets = 1 if rows >= _STEADY_ROWS else max(1, math.ceil(3 * run.device.l2_bytes / (n * k)))
+    wide = _bf16(rows, k)
+    a, scale_a = tunegemm.quantize(wide) if quantising else (_fp8(rows, k), _scales(along, rows).t() * 1e-2)
+    weights = [_fp8(n, k) for _ in range(sets)]
+    # torch requires lines of K blocks that begin at multiples of 16 bytes.
+    scales = [_scales(across, -(-along // 4) * 4)[:, :along].t() for _ in range(sets)]
+    # Half as many bf16 sets have as many bytes.
+    plain = [_bf16(n, k) for _ in range(-(-sets // 2))]
 
-    layer: str
-    tokens: int
-    skew: str
+    def of_torch(i: int) -> torch.Tensor:
+        left = quantised_by_torch(wide) if quantising else (a, scale_a)
+        return torch._scaled_mm(left[0], weights[i].t(), left[1], scales[i], out_dtype=torch.bfloat16)
 
-    @property
-    def rows(self) -> int:
-        return self.tokens * GROUPS[self.layer][1]
+    def ours(i: int) -> torch.Tensor:
+        left = tunegemm.quantize(wide) if quantising else (a, scale_a)
+        return tunegemm.scaled_mm(left[0], weights[i].t(), left[1], scales[i], out_dtype=torch.bfloat16)
+
+    sides: dict[str, Side] = {
+        "torch": of_torch, "bf16": lambda i: torch.mm(wide, plain[i % len(plain)].t()), "tunegemm": ours
+    }  # fmt: skip
+    choice = choose(rows, n, k, gpu=run.device.name)
+    out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
+    if (peer := deep_gemm()) is not None:
+        arguments = a, aligned(scale_a.contiguous())
+        quantise = quantiser(wide, *arguments, run.provided) if quantising else None
+        own = [each.t().contiguous() for each in scales]
+
+        def deepgemm(i: int) -> torch.Tensor:
+            if quantise is not None:
+                quantise()
+            peer.fp8_gemm_nt(arguments, (weights[i], own[i]), out)
+            return out
+
+        sides["deepgemm"] = deepgemm
+    if quantising:
+        sides["quantize"] = lambda _: tunegemm.quantize(wide)
+    for each in () if quantising else candidates():
+        is_chosen = choice is not None and each.name == choice.name
+        if not each.first_row <= rows <= each.last_row or not (every or is_chosen):
+            continue
+        if (artifact := run.provided.of(blocks.kernel_key(each.config))) is None:
+            continue
+        kernel = BlockKernel.load(each.config, artifact.path)
+        for split in splits_of(each.config, rows, n, k):
+            launch = kernel.bound(
+                a, weights[0], scale_a, scales[0].t(), out, device=run.device, split_k=split,
+                l2_hint=2 if each.config.few and rows <= each.config.rows else 0,
+            )  # fmt: skip
+
+            def launched(i: int, launch: Callable[..., None] = launch) -> torch.Tensor:
+                launch(*(each.data_ptr() for each in (a, weights[i], scale_a, scales[i], out)))
+                return out
+
+            if is_chosen and choice is not None and split == choice.split_k:
+                sides["kernel"] = launched
+            if every:
+                sides[f"{each.name} k{split}"] = launched
+    return row_of(
+        case, sides, sets, lambda _, result: error_of(result, a, scale_a, weights[0], scales[0].t()), run,
+        moved=n * k + 4 * along * across + rows * ((2 * k if quantising else k + 4 * along) + 2 * n),
+        chosen=None if choice is None else f"{choice.name} k{choice.split_k}",
+    )  # fmt: skip
 
 
 class Experts:
@@ -338,27 +322,23 @@ class Experts:
         self.weights = torch.empty(groups, n, k, device="cuda", dtype=FP8)
         self.plain = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)
         for weight, wide in zip(self.weights, self.plain, strict=True):  # one by one: they are many GB
-            weight.copy_(_drawn(n, k))
+            weight.copy_(_fp8(n, k))
             wide.normal_()
-        self.scales = torch.rand(groups, -(-n // BLOCK), -(-k // BLOCK), device="cuda") + 0.5
+        self.scales = _scales(groups, -(-n // BLOCK), -(-k // BLOCK))
 
 
-def measure_groups(
-    case: GroupCase, experts: Experts, device: Device, provided: Provided, every: bool, rounds: int,
-    copied: float,
-) -> dict[str, Any]:  # fmt: skip
-    """A row."""
+def measure_groups(case: Case, experts: Experts, run: Run) -> dict[str, Any]:
+    """The row of a product of groups; each side takes the number of a division."""
     weights, scales, plain = experts.weights, experts.scales, experts.plain
-    (groups, n, k), rows = weights.shape, case.rows
-    steady = rows >= _STEADY_ROWS
+    (groups, n, k), rows = weights.shape, case.named["m"]
     divisions: list[list[int]] = []
     used = 0
-    while not divisions or (used * n * k < 3 * device.l2_bytes and len(divisions) < _MOST_DIVISIONS):
+    while not divisions or (used * n * k < 3 * run.device.l2_bytes and len(divisions) < _MOST_DIVISIONS):
         divisions.append(divide(groups, rows, case.skew))
         used += sum(size > 0 for size in divisions[-1])
     ends = [torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32) for sizes in divisions]
-    a, wide = _drawn(rows, k), torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-    scale_a = (torch.rand(-(-k // BLOCK), rows, device="cuda") + 0.5).t() * 1e-2
+    a, wide = _fp8(rows, k), _bf16(rows, k)
+    scale_a = _scales(-(-k // BLOCK), rows).t() * 1e-2
     out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
 
     def ours(i: int) -> torch.Tensor:
@@ -366,19 +346,16 @@ def measure_groups(
             a, weights.mT, scale_a, scales.mT, offs=ends[i], out_dtype=torch.bfloat16
         )
 
-    def bf16(i: int) -> torch.Tensor:
-        return tunegemm.grouped_mm(wide, plain.mT, offs=ends[i])
-
-    sides: dict[str, Side] = {"bf16": bf16, "tunegemm": ours}
+    sides: dict[str, Side] = {
+        "bf16": lambda i: tunegemm.grouped_mm(wide, plain.mT, offs=ends[i]), "tunegemm": ours
+    }  # fmt: skip
     peers = peers_of_groups(experts, a, scale_a, divisions)
     sides |= {name: side for name, (side, _) in peers.items()}
-    choice = choose_of_groups(rows, groups)
-    for config in listed_of_groups() if every else ():
-        artifact = provided.of(block_groups.kernel_key(config))
-        if artifact is None:
+    for config in listed_of_groups() if run.options.every else ():
+        if (artifact := run.provided.of(block_groups.kernel_key(config))) is None:
             continue
         launch = BlockGroupKernel.load(config, artifact.path).bound(
-            a, weights, scale_a, scales, ends[0], out, blocks=device.sm_count
+            a, weights, scale_a, scales, ends[0], out, blocks=run.device.sm_count
         )
 
         def kernel(i: int, launch: Callable[..., None] = launch) -> torch.Tensor:
@@ -387,50 +364,24 @@ def measure_groups(
 
         sides[config.label] = kernel
 
-    def error(result: torch.Tensor) -> float:
+    def error(name: str, result: torch.Tensor) -> float:
+        """Of the first division's first four groups."""
+        if name in peers:
+            result = result.reshape(-1, n)[peers[name][1]]
         results: list[float] = []
         start = 0
         for group, size in enumerate(divisions[0]):
-            part = slice(start, start + min(size, 256))
+            own = slice(start, start + size)
             if size and len(results) < 4:
-                results.append(error_of(result[part], a[part], scale_a[part], weights[group], scales[group]))
+                results.append(error_of(result[own], a[own], scale_a[own], weights[group], scales[group]))
             start += size
         return max(results)
 
-    refused: dict[str, str] = {}
-    errors: dict[str, float] = {}
-    for name, side in list(sides.items()):
-        try:
-            result = side(0)
-            if name in peers:
-                result = result.reshape(-1, n)[peers[name][1]]
-            if name != "bf16":
-                errors[name] = error(result)
-        except (RuntimeError, ValueError) as failure:
-            refused[name] = one_line(failure)
-            del sides[name]
-    graphs = {name: Graph.capture(side, len(divisions), **_GRAPH) for name, side in sides.items()}
-    turn_ms = _TURN_MS if steady else 0.0
-    samples = in_rounds(graphs, max(3, rounds // 3) if steady else rounds, lambda _: turn_ms)
-    us = {name: statistics.median(times) for name, times in samples.items()}
-    own, (across, along) = us["tunegemm"], scales.shape[1:]
-    moved = used / len(divisions) * (n * k + 4 * across * along) + rows * (k + 2 * n + 4 * along)
-    of_peers = [us[name] for name in peers if name in us and errors[name] < _ERROR]
-    row = _named_group(case) | {
-        "block": [BLOCK, BLOCK], "with_quantising": False,
-        "ratio_to_deepgemm": round(min(of_peers) / own, 4) if of_peers else None,
-        "ratio_to_bf16": round(us["bf16"] / own, 4),
-        "bandwidth_share": round(moved / own * 1e-3 / copied, 4),
-        "tflops": round(2 * rows * n * k / own * 1e-6, 1), "chosen": choice.label,
-        "error": round(errors["tunegemm"], 6), "us": {name: round(value, 2) for name, value in us.items()},
-        "wrong": [name for name, result in errors.items() if not result < _ERROR], "turn_ms": turn_ms,
-    }  # fmt: skip
-    if refused:
-        row["refused"] = refused
-    if every:
-        best = min((name for name in us if name not in _SHOWN), key=us.__getitem__)
-        row |= {"best": best, "best_to_chosen": round(own / us[best], 4)}
-    return row
+    across, along = scales.shape[1:]
+    return row_of(
+        case, sides, len(divisions), error, run, chosen=choose_of_groups(rows, groups).label,
+        moved=used / len(divisions) * (n * k + 4 * across * along) + rows * (k + 2 * n + 4 * along),
+    )  # fmt: skip
 
 
 def peers_of_groups(
@@ -441,7 +392,6 @@ def peers_of_groups(
     """
     if (peer := deep_gemm()) is None:
         return {}
-    layout = importlib.import_module("deep_gemm.utils.layout")
     (groups, n, k), (rows, along) = experts.weights.shape, scale_a.shape
     weights = experts.weights, experts.scales
     sizes = torch.tensor(divisions)
@@ -462,12 +412,11 @@ def peers_of_groups(
         scales[places] = scale_a
         return values.view(FP8), scales
 
-    unit = layout.get_mk_alignment_for_contiguous_layout()
+    unit = importlib.import_module("deep_gemm.utils.layout").get_mk_alignment_for_contiguous_layout()
     padded = -(-sizes // unit) * unit
     of_contiguous = begins_at(padded)
     contiguous_rows = [
-        (values, layout.get_mn_major_tma_aligned_tensor(scales))
-        for values, scales in map(spread, of_contiguous, padded.sum(1).tolist())
+        (values, aligned(scales)) for values, scales in map(spread, of_contiguous, padded.sum(1).tolist())
     ]
     indices = [torch.arange(groups).repeat_interleave(own).to(torch.int32).cuda() for own in padded]
     contiguous_out = torch.empty(int(padded.sum(1).max()), n, device="cuda", dtype=torch.bfloat16)
@@ -488,8 +437,7 @@ def peers_of_groups(
         masked_rows = []
         for places in of_masked:
             values, scales = spread(places, groups * room)
-            own = layout.get_mn_major_tma_aligned_tensor(scales.view(groups, room, along))
-            masked_rows.append((values.view(groups, room, k), own))
+            masked_rows.append((values.view(groups, room, k), aligned(scales.view(groups, room, along))))
         masks = list(sizes.to(torch.int32).cuda())
         masked_out = torch.empty(groups, room, n, device="cuda", dtype=torch.bfloat16)
         expected = -(-rows // max(1, int((sizes[0] > 0).sum())))
@@ -506,65 +454,43 @@ def run(options: argparse.Namespace) -> int:
         name, method = "block_groups", METHOD_OF_GROUPS
     elif options.with_quantising:
         name, method = "blocks-quantising", METHOD_QUANTISING
-    results = Results(results_path(options.out, device, f"{name}.json"), meta(device, method))
-    provided = provide_blocks()
-    copied = copied_gbs()
+    results = Results.of(options.out, device, f"{name}.json", method)
+    provided, copied = provide_blocks(), copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
-    words: Any = device, provided, options.every, options.rounds, copied
-    result: list[dict[str, Any]] = []
-    for row in (_rows_of_groups if options.groups else _rows)(options, results, words):
-        result.append(row)
-        results.put(row)
-        shown = {name: us for name, us in row["us"].items() if name in _SHOWN}
-        ratios = ", ".join(f"{row[name]} x {name[9:]}" for name in _RATIOS if name in row)
-        print(
-            f"{row['model']} {row['m']} {row.get('skew', '')}: {ratios}, "
-            f"{row['bandwidth_share']} of a copy, {row['tflops']} Tflop/s by {row['chosen']}; "
-            f"best {row.get('best')} {row.get('best_to_chosen')}; "
-            f"{shown} us"
-            f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''} {row.get('refused', '')}",
-            flush=True,
-        )  # fmt: skip
-    for name in _RATIOS:
-        if values := [row[name] for row in result if row.get(name)]:
-            print(f"{name}: {geometric_mean(values):.3f}, least {min(values):.3f}")
-    return 0 if not any(row["wrong"] for row in result) else 1
+    rows = (_rows_of_groups if options.groups else _rows)(results, Run(device, provided, copied, options))
+    return int(report(results, rows, _brief, [f"ratio_to_{name}" for name in _RATIOS]) > 0)
 
 
-def _rows(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
-    """words: further arguments of `measure`, except `quantising`."""
-    cases = [Case(layer, rows) for rows in map(int, options.rows) for layer in options.layers]
-    cases.sort(key=lambda case: results.find(_named(case)) is not None)
-    words = (*words, options.with_quantising)
-    for case in within(options.seconds, cases):
-        yield measure(case, *words)
+def _rows(results: Results, run: Run) -> Iterator[dict[str, Any]]:
+    cases = [Case(layer, rows) for rows in map(int, run.options.rows) for layer in run.options.layers]
+    cases.sort(key=lambda case: results.find(case.named) is not None)
+    return map(partial(measure, run=run), within(run.options.seconds, cases))
 
 
-def _rows_of_groups(options: argparse.Namespace, results: Results, words: Any) -> Iterator[dict[str, Any]]:
+def _rows_of_groups(results: Results, run: Run) -> Iterator[dict[str, Any]]:
     """Layer by layer, because drawing its weights takes longer than a row."""
     cases = [
-        GroupCase(layer, int(tokens), skew)
-        for layer in options.layers for tokens in options.rows for skew in SKEWS_OF_GROUPS
+        Case(layer, int(tokens), skew)
+        for layer in run.options.layers for tokens in run.options.rows for skew in SKEWS_OF_GROUPS
     ]  # fmt: skip
-    cases.sort(key=lambda case: results.find(_named_group(case)) is not None)
+    cases.sort(key=lambda case: results.find(case.named) is not None)
     provide_grouped("bf16")  # or torch computes while they compile
     layer, experts = "", None
-    for case in within(options.seconds, cases):
+    for case in within(run.options.seconds, cases):
         if case.layer != layer or experts is None:
             experts = None  # frees memory before the next ones
             layer, experts = case.layer, Experts(case.layer)
-        yield measure_groups(case, experts, *words)
+        yield measure_groups(case, experts, run)
 
 
-def _named(case: Case) -> dict[str, Any]:
-    """What of a row names it."""
-    return {"model": case.layer, "m": case.rows, "n": case.n, "k": case.k}
-
-
-def _named_group(case: GroupCase) -> dict[str, Any]:
-    """What of a row with groups names it."""
-    groups, _, n, k = GROUPS[case.layer]
-    return {"model": case.layer, "m": case.rows, "n": n, "k": k, "groups": groups, "skew": case.skew}
+def _brief(row: Mapping[str, Any]) -> str:
+    ratios = ", ".join(f"{row[f'ratio_to_{name}']} x {name}" for name in _RATIOS if f"ratio_to_{name}" in row)
+    shown = {name: us for name, us in row["us"].items() if name in _SHOWN}
+    return (
+        f"{row['model']} {row['m']} {row.get('skew', '')}: {ratios}, {row['bandwidth_share']} of a copy, "
+        f"{row['tflops']} Tflop/s by {row['chosen']}; best {row.get('best')} {row.get('best_to_chosen')}; "
+        f"{shown} us {row.get('refused', '')}"
+    )
 
 
 @command

@@ -3,7 +3,6 @@
     python -m benchmarks.experts                           # layers, rows and skews, all of them: 3 minutes
     python -m benchmarks.experts --layers anchor           # the six layers that the table was drawn from
     python -m benchmarks.experts --layers unlisted         # models that no choice was drawn from
-    python -m benchmarks.experts --layers unlisted --each --rows 208,256 --skews uniform  # rows of each group
     python -m benchmarks.experts --rows 16384 --skews hot  # some rows and skews
     python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
@@ -29,10 +28,9 @@ import math
 import random
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,8 +39,9 @@ import triton.language as tl
 
 import tunegemm
 from benchmarks.command import choose_names, chosen, command, parser_of
-from benchmarks.graphs import Graph, Side, begin, in_rounds
-from benchmarks.results import Results, geometric_mean, meta, results_path
+from benchmarks.graphs import Graph, Side, begin, in_rounds, within
+from benchmarks.harness import error_of, ratio_of
+from benchmarks.results import Results, report
 from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
 from tunegemm.generate import along_k
@@ -115,6 +114,7 @@ _SHORT_MS = 1.5
 _MOST_DIVISIONS = 24
 #: Relative to fp32: the error of rounding to bf16.
 _ERROR = 4e-3
+_FAST: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
 
 
 def is_raced(config: GroupedConfig, rows: int, groups: int) -> bool:
@@ -160,15 +160,8 @@ class Case:
     divisions: list[list[int]]
     kind: str
     """Of the table's."""
-    scales: tuple[torch.Tensor, torch.Tensor]
-    """Of fp8: of a's rows, and of each group's columns."""
     name: str
     """Of the layer."""
-
-    @property
-    def gate(self) -> str:
-        """swiglu where the product is gated; else empty."""
-        return "swiglu" if self.kind == "gated" else ""
 
     @classmethod
     def make(
@@ -182,8 +175,32 @@ class Case:
             divisions.append(divide(count, rows, skew))
             used += sum(size > 0 for size in divisions[-1]) * n * k * weights.element_size()
         a = torch.randn(rows, k, device=weights.device).to(weights.dtype)
-        scales = torch.rand(rows, device=a.device) + 0.5, torch.rand(count, n, device=a.device) + 0.5
-        return cls(a, weights, divisions, kind, scales, name)
+        return cls(a, weights, divisions, kind, name)
+
+    def __post_init__(self) -> None:
+        count, n, _ = self.weights.shape
+        rows, place = len(self.a), self.a.device
+        # Of fp8: of a's rows, and of each group's columns.
+        self.scales = torch.rand(rows, device=place) + 0.5, torch.rand(count, n, device=place) + 0.5
+        self.ends = [torch.tensor(sizes, device=place).cumsum(0).to(torch.int32) for sizes in self.divisions]
+        self.b, self.is_fp8 = self.weights.mT, self.kind == "fp8"
+        self.gate = "swiglu" if self.kind == "gated" else ""
+
+    @cached_property
+    def out(self) -> torch.Tensor:
+        """For a product without a gate."""
+        dtype = torch.bfloat16 if self.is_fp8 else self.a.dtype
+        return self.a.new_empty((len(self.a), self.weights.shape[1]), dtype=dtype)
+
+    @cached_property
+    def gated_out(self) -> torch.Tensor:
+        """What kernels write, which apply the gate."""
+        return self.out[:, : self.out.shape[1] // 2].contiguous() if self.gate else self.out
+
+    def spans(self, number: int) -> Iterator[tuple[int, slice]]:
+        """The groups of a division, and their rows."""
+        ends = list(itertools.accumulate(self.divisions[number], initial=0))
+        yield from enumerate(itertools.starmap(slice, itertools.pairwise(ends)))
 
     def gated(self, product: torch.Tensor) -> torch.Tensor:
         """What torch makes of the product."""
@@ -192,85 +209,76 @@ class Case:
         gate, up = product.chunk(2, dim=1)
         return torch.nn.functional.silu(gate) * up
 
-    def sides(self, *, each_kernel: bool = False, peers: Sequence[str] = ()) -> dict[str, Side]:
+    def loop(self, number: int) -> torch.Tensor:
+        b, (scale_a, scale_b) = self.b, self.scales
+        for group, own in self.spans(number):
+            if own.start == own.stop:
+                continue
+            if self.is_fp8:
+                of_group = scale_a[own, None], scale_b[group, None]
+                torch._scaled_mm(self.a[own], b[group], *of_group, out=self.out[own], **_FAST)
+            else:
+                torch.mm(self.a[own], b[group], out=self.out[own])
+        return self.gated(self.out)
+
+    def torchs(self, number: int) -> torch.Tensor:
+        b, offs = self.b, self.ends[number]
+        if self.is_fp8:
+            return torch._scaled_grouped_mm(self.a, b, *self.scales, offs=offs, **_FAST)
+        return self.gated(torch._grouped_mm(self.a, b, offs=offs))
+
+    def ours(self, number: int) -> torch.Tensor:
+        b, offs = self.b, self.ends[number]
+        if self.is_fp8:
+            return tunegemm.scaled_grouped_mm(self.a, b, *self.scales, offs=offs, **_FAST)
+        result = grouped.groups(self.a, b, offs, None, self.gate)
+        return self.gated(tunegemm.grouped_mm(self.a, b, offs=offs)) if result is None else result
+
+    def sides(self, *, each_kernel: bool, peers: Sequence[str]) -> dict[str, Side]:
         """The timed sides, by name; each takes the number of a division."""
-        a, weights = self.a, self.weights
-        b = weights.mT
-        is_fp8, (scale_a, scale_b) = self.kind == "fp8", self.scales
-        fast: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        dtype = torch.bfloat16 if is_fp8 else a.dtype
-        out = a.new_empty((a.shape[0], weights.shape[1]), dtype=dtype)
-        gated_out = out[:, : out.shape[1] // 2].contiguous() if self.gate else out
-        ends = [torch.tensor(sizes, device=a.device).cumsum(0).to(torch.int32) for sizes in self.divisions]
-
-        def loop(number: int) -> torch.Tensor:
-            first = 0
-            for group, size in enumerate(self.divisions[number]):
-                own = slice(first, first + size)
-                if size and is_fp8:
-                    of_group = scale_a[own, None], scale_b[group, None]
-                    torch._scaled_mm(a[own], b[group], *of_group, out=out[own], **fast)
-                elif size:
-                    torch.mm(a[own], b[group], out=out[own])
-                first += size
-            return self.gated(out)
-
-        def torchs(number: int) -> torch.Tensor:
-            if is_fp8:
-                return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=ends[number], **fast)
-            return self.gated(torch._grouped_mm(a, b, offs=ends[number]))
-
-        def ours(number: int) -> torch.Tensor:
-            if is_fp8:
-                return tunegemm.scaled_grouped_mm(a, b, scale_a, scale_b, offs=ends[number], **fast)
-            result = grouped.groups(a, b, ends[number], None, self.gate)
-            return self.gated(tunegemm.grouped_mm(a, b, offs=ends[number])) if result is None else result
-
         results: dict[str, Side] = {
-            "torch": torchs,
-            "torch again": lambda i: torchs(i),
-            "tunegemm": ours,
-            "loop": loop,
-        }
-        if "vllm" in peers and not is_fp8:
-            results["vllm"] = self.vllms(out)
-        if "quack" in peers and not is_fp8:
-            from quack.gemm_interface import gemm
+            "torch": self.torchs, "torch again": lambda i: self.torchs(i), "tunegemm": self.ours,
+            "loop": self.loop,
+        }  # fmt: skip
+        if not self.is_fp8:
+            results |= {name: getattr(self, name)() for name in peers}
+        return results | (self.kernels() if each_kernel else {})
 
-            starts = [torch.nn.functional.pad(each, (1, 0)) for each in ends]
-
-            def quacks(number: int) -> torch.Tensor:
-                # Its default kernel for such products: tuning each would take up to a minute.
-                return self.gated(gemm(a, b, out=out, cu_seqlens_m=starts[number], tuned=False))
-
-            results["quack"] = quacks
-        if each_kernel:
-            blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
-            provided = provide_grouped(self.kind, every=True)
-            arguments = {"bias": scale_b, "scales": scale_a} if is_fp8 else {}
-            for config in configs(self.kind).values():
-                maker = maker_of(config)
-                artifact = provided.of(maker.kernel_key(config))
-                if artifact is None or not is_raced(config, a.shape[0], len(weights)):
-                    continue
+    def kernels(self) -> dict[str, Side]:
+        """Each kernel of the table that may be the best, in each way to launch it."""
+        results: dict[str, Side] = {}
+        provided = provide_grouped(self.kind, every=True)
+        for config in configs(self.kind).values():
+            maker = maker_of(config)
+            artifact = provided.of(maker.kernel_key(config))
+            if artifact is not None and is_raced(config, len(self.a), len(self.weights)):
                 kernel = maker.Kernel.load(config, artifact.path)
-                for launch in launches(config, a.shape[0]):
-
-                    def run(i: int, kernel: Any = kernel, launch: Any = launch) -> torch.Tensor:
-                        kernel.launch(a, weights, gated_out, ends[i], blocks=blocks, **launch, **arguments)
-                        return gated_out
-
-                    how = " ".join(f"{name[0]}{value}" for name, value in launch.items())
-                    results[f"{config.label} {how}"] = run
+                for launch in launches(config, len(self.a)):
+                    results[_named(config, launch)] = partial(self.launched, kernel, launch)
         return results
 
-    def vllms(self, out: torch.Tensor) -> Side:
+    def launched(self, kernel: Any, launch: Mapping[str, int], number: int) -> torch.Tensor:
+        """A kernel's result for a division."""
+        more = {"bias": self.scales[1], "scales": self.scales[0]} if self.is_fp8 else {}
+        kernel.launch(
+            self.a, self.weights, self.gated_out, self.ends[number], blocks=_blocks(), **launch, **more
+        )
+        return self.gated_out
+
+    def quack(self) -> Side:
+        """quack's default kernel for such products: tuning each would take up to a minute."""
+        from quack.gemm_interface import gemm
+
+        starts = [torch.nn.functional.pad(each, (1, 0)) for each in self.ends]
+        a, b, out = self.a, self.b, self.out
+        return lambda i: self.gated(gemm(a, b, out=out, cu_seqlens_m=starts[i], tuned=False))
+
+    def vllm(self) -> Side:
         """vLLM's Triton kernel with the settings of its tables, or else its defaults, for the layer."""
         theirs = importlib.import_module(_VLLM)
         count, n, k = self.weights.shape
         model, _, part = self.name.rpartition("-")
-        inner = n // 2 if part == "up" else k
-        rows = self.a.shape[0]
+        inner, rows = n // 2 if part == "up" else k, len(self.a)
         tokens = max(1, rows // (MODELS | UNLISTED_MODELS).get(model, (0, 0, 0, 4))[3])
         config = theirs.try_get_optimal_moe_config((count, 2 * inner, k), (count, k, inner), 1, None, tokens)
         numbers = torch.arange(count, device=self.a.device, dtype=torch.int32)
@@ -285,25 +293,23 @@ class Case:
 
         def vllm(number: int) -> torch.Tensor:
             theirs.invoke_fused_moe_triton_kernel(
-                self.a, self.weights, out[:, None], None, None, None, *blocks[number], False, 1, config,
+                self.a, self.weights, self.out[:, None], None, None, None, *blocks[number], False, 1, config,
                 dtype, **words,
             )  # fmt: skip
-            return self.gated(out)
+            return self.gated(self.out)
 
         return vllm
 
     def error(self, result: torch.Tensor) -> float:
         """Of the first division, to fp32."""
-        parts, first = [], 0
-        for group, size in enumerate(self.divisions[0]):
-            if size:
-                product = self.a[first : first + size].float() @ self.weights[group].float().t()
-                if self.kind == "fp8":
-                    product *= self.scales[0][first : first + size, None] * self.scales[1][group]
+        parts = []
+        for group, own in self.spans(0):
+            if own.start < own.stop:
+                product = self.a[own].float() @ self.weights[group].float().t()
+                if self.is_fp8:
+                    product *= self.scales[0][own, None] * self.scales[1][group]
                 parts.append(self.gated(product))
-            first += size
-        reference = torch.cat(parts)
-        return float((result.float() - reference).norm() / reference.norm())
+        return error_of(result, torch.cat(parts))
 
     def facts(self, gpu: str) -> dict[str, Any]:
         """The product's fields of a row, and the label of the kernel that the table chooses."""
@@ -315,14 +321,15 @@ class Case:
         layout, label = "tn" if major == "k" else "nn", result.label if result else "torch"
         return {"dtype": dtype, "epilogue": self.gate, "layout": layout, "kernel": label}
 
+    def used(self) -> float:
+        """Groups whose weights a product reads or writes, in the mean."""
+        return statistics.mean(sum(size > 0 for size in sizes) for sizes in self.divisions)
+
     def bound_us(self, device: Device) -> float:
         """The larger of the times of bytes and flops, as the mean over divisions."""
-        n, k = self.weights.shape[1:]
-        rows = self.a.shape[0]
-        used = statistics.mean(sum(size > 0 for size in sizes) for sizes in self.divisions)
+        (n, k), rows, each = self.weights.shape[1:], len(self.a), self.a.element_size()
         bandwidth = next((rate for name, rate in _BANDWIDTH.items() if name in device.name), math.nan)
-        each = self.a.element_size()
-        moved = each * (used * n * k + rows * k) + 2 * rows * (n // (2 if self.gate else 1))
+        moved = each * (self.used() * n * k + rows * k) + 2 * rows * (n // (2 if self.gate else 1))
         return max(moved / bandwidth, 2 * rows * n * k / _FLOPS * each / 2) * 1e6
 
 
@@ -331,70 +338,65 @@ class AlongKCase(Case):
     over the rows. The weights are as the gradient is.
     """
 
-    def sides(self, *, each_kernel: bool = False, peers: Sequence[str] = ()) -> dict[str, Side]:
-        """The timed sides, by name; each takes the number of a division."""
-        a, out = self.a, self.weights
-        grad = torch.randn(len(a), out.shape[1], device=a.device, dtype=a.dtype)
-        self.grad = grad
-        ends = [torch.tensor(sizes, device=a.device).cumsum(0).to(torch.int32) for sizes in self.divisions]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.grad = torch.randn(len(self.a), self.weights.shape[1], device=self.a.device, dtype=self.a.dtype)
 
-        def loop(number: int) -> torch.Tensor:
-            first = 0
-            for group, size in enumerate(self.divisions[number]):
-                if size:
-                    torch.mm(grad[first : first + size].t(), a[first : first + size], out=out[group])
-                else:
-                    out[group].zero_()
-                first += size
-            return out
+    def loop(self, number: int) -> torch.Tensor:
+        for group, own in self.spans(number):
+            if own.start < own.stop:
+                torch.mm(self.grad[own].t(), self.a[own], out=self.weights[group])
+            else:
+                self.weights[group].zero_()
+        return self.weights
 
-        result: dict[str, Side] = {
-            "torch": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
-            "torch again": lambda i: torch._grouped_mm(grad.t(), a, offs=ends[i]),
-            "tunegemm": lambda i: tunegemm.grouped_mm(grad.t(), a, offs=ends[i]),
-            "loop": loop,
-        }
-        if each_kernel:
-            provided = provide_grouped("along_k")
-            blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
-            for config in listed_along_k(every=True):
-                artifact = provided.of(along_k.kernel_key(config))
-                if artifact is None:
-                    continue
+    def torchs(self, number: int) -> torch.Tensor:
+        return torch._grouped_mm(self.grad.t(), self.a, offs=self.ends[number])
+
+    def ours(self, number: int) -> torch.Tensor:
+        return tunegemm.grouped_mm(self.grad.t(), self.a, offs=self.ends[number])
+
+    def kernels(self) -> dict[str, Side]:
+        results: dict[str, Side] = {}
+        provided = provide_grouped(self.kind)
+        for config in listed_along_k(every=True):
+            if (artifact := provided.of(along_k.kernel_key(config))) is not None:
                 kernel = AlongK.load(config, artifact.path)
-                for width in (4, 8, 16):
+                for launch in ({"swizzle_size": width} for width in (4, 8, 16)):
+                    results[_named(config, launch)] = partial(self.launched, kernel, launch)
+        return results
 
-                    def run(i: int, kernel: AlongK = kernel, width: int = width) -> torch.Tensor:
-                        kernel.launch(grad, a, out, ends[i], blocks=blocks, swizzle_size=width)
-                        return out
-
-                    result[f"{config.label} s{width}"] = run
-        return result
+    def launched(self, kernel: Any, launch: Mapping[str, int], number: int) -> torch.Tensor:
+        kernel.launch(self.grad, self.a, self.weights, self.ends[number], blocks=_blocks(), **launch)
+        return self.weights
 
     def error(self, result: torch.Tensor) -> float:
         """Of the first division, to fp32: of the worst group."""
-        worst, first = 0.0, 0
-        for group, size in enumerate(self.divisions[0]):
-            own = slice(first, first + size)
+        worst = 0.0
+        for group, own in self.spans(0):
             reference = self.grad[own].float().t() @ self.a[own].float()
             off = float((result[group].float() - reference).norm())
-            worst = max(worst, off / float(reference.norm()) if size else off)
-            first += size
+            worst = max(worst, off / float(reference.norm()) if own.start < own.stop else off)
         return worst
 
     def facts(self, gpu: str) -> dict[str, Any]:
-        """The product's fields of a row, and the label of the kernel that the table chooses."""
         count, n, k = self.weights.shape
         result = choose_along_k(count, n, k, len(self.a), gpu=gpu, every=True)
         label = result.config.label if result else "torch"
         return {"dtype": "bf16", "grouping": "k", "epilogue": "", "layout": "nt", "kernel": label}
 
-    def bound_us(self, device: Device) -> float:
-        """The larger of the times of bytes and flops."""
-        (n, k), rows = self.weights.shape[1:], len(self.a)
-        bandwidth = next((rate for name, rate in _BANDWIDTH.items() if name in device.name), math.nan)
-        moved = 2 * (self.weights.numel() + rows * (n + k))
-        return max(moved / bandwidth, 2 * rows * n * k / _FLOPS) * 1e6
+    def used(self) -> float:
+        return len(self.weights)
+
+
+def _named(config: Any, launch: Mapping[str, int]) -> str:
+    """A kernel and its launch, as rows' `us` have them."""
+    return " ".join([config.label, *(f"{name[0]}{value}" for name, value in launch.items())])
+
+
+@cache
+def _blocks() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
@@ -440,9 +442,7 @@ def measure(case: Case, skew: str, device: Device, options: argparse.Namespace) 
     row: dict[str, Any] = case.facts(device.name) | {
         "groups": count, "n": n, "k": k, "rows": rows, "skew": skew,
         "torch_us": round(us["torch"], 2), "tunegemm_us": round(us["tunegemm"], 2),
-        "ratio": round(statistics.median(
-            theirs / ours for theirs, ours in zip(samples["torch"], samples["tunegemm"], strict=True)
-        ), 4),
+        "ratio": ratio_of(samples["torch"], samples["tunegemm"]),
         "best_peer": best, "ratio_to_best_peer": round(us[best] / us["tunegemm"], 4),
         "share_of_bound": round(case.bound_us(device) / us["tunegemm"], 4),
         "torch_share_of_bound": round(case.bound_us(device) / us["torch"], 4),
@@ -477,20 +477,18 @@ def order(layers: Sequence[str], rows: Sequence[str], skews: Sequence[str]) -> I
 
 def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tuple[Case, str]]:
     """Each case of a kind and its skew."""
-    l2_bytes = 3 * device.l2_bytes
     dtype = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}.get(kind, torch.bfloat16)
     layers = LAYERS | UNLISTED
     names = [name for name in options.layers if kind != "gated" or name.endswith("-up")]
-    plan = order(names, options.rows, options.skews)
+    plan = list(order(names, options.rows, options.skews))
     if options.drawn:
         layers = drawn(options.drawn, options.seed)
         some = [*itertools.product(map(int, options.rows), options.skews)]
         random.Random(1).shuffle(some)
-        plan = ((name, *pair) for name, pair in zip(layers, itertools.cycle(some), strict=False))
+        plan = [(name, *pair) for name, pair in zip(layers, itertools.cycle(some), strict=False)]
     kept: dict[str, torch.Tensor] = {}
-    for name, rows, skew in plan:
+    for name, rows, skew in within(options.seconds / len(options.kinds), plan):
         count, n, k = layers[name]
-        rows *= count if options.each else 1
         if name not in kept:
             if options.drawn:
                 kept.clear()
@@ -501,7 +499,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
             kept[name] = weights.mT if kind == "n_major" else weights
         random.seed(f"{name} {rows} {skew}")
         case = AlongKCase if kind == "along_k" else Case
-        yield case.make(kept[name], rows, skew, l2_bytes, kind, name), skew
+        yield case.make(kept[name], rows, skew, 3 * device.l2_bytes, kind, name), skew
 
 
 def run(options: argparse.Namespace) -> int:
@@ -514,53 +512,24 @@ def run(options: argparse.Namespace) -> int:
     name = "experts_kernels.json" if options.kernels else "experts.json"
     if "along_k" in options.kinds:
         name = "experts_along_k.json"
-    results = Results(results_path(options.out, device, name), meta(device, METHOD))
-    begun, result = time.monotonic(), []
-    for number, kind in enumerate(options.kinds):
-        until = options.seconds * (number + 1) / len(options.kinds)
-        for case, skew in cases(kind, options, device):
-            if options.seconds and time.monotonic() - begun > until:
-                print(f"{kind}: stopped after {until} s", flush=True)
-                break
-            result.append(measure(case, skew, device, options))
-            results.put(result[-1])
-            print(_brief(result[-1]), flush=True)
-    print(*_summary(result), sep="\n")
-    return 0 if all(row["right"] for row in result) else 1
+    results = Results.of(options.out, device, name, METHOD)
+    rows = (
+        measure(case, skew, device, options)
+        for kind in options.kinds
+        for case, skew in cases(kind, options, device)
+    )
+    return int(report(results, rows, _brief, ("ratio", "ratio_to_best_peer", "share_of_bound")) > 0)
 
 
-def _brief(row: dict[str, Any]) -> str:
+def _brief(row: Mapping[str, Any]) -> str:
     text = (
         f"{row['groups']}x{row['n']}x{row['k']} {row['dtype']} {row['layout']} {row['epilogue']} "
         f"{row['rows']} {row['skew']}: torch {row['torch_us']:.1f} us, "
         f"{row['ratio']:.3f} x torch, {row['ratio_to_best_peer']:.3f} x {row['best_peer']}, "
         f"{row['share_of_bound']:.2f} of the bound ({row['kernel']})"
     )
-    if "us" in row:
-        best = sorted((us, name) for name, us in row["us"].items() if "torch" not in name)[:4]
-        text += " | " + ", ".join(f"{name} {us:.1f}" for us, name in best)
-    return text if row["right"] else f"{text} WRONG"
-
-
-def _summary(measured: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for kind in dict.fromkeys((row["dtype"], row["layout"], row["epilogue"]) for row in measured):
-        own = [row for row in measured if (row["dtype"], row["layout"], row["epilogue"]) == kind]
-        for rows in sorted({row["rows"] for row in own}):
-            for skew in SKEWS:
-                some = [row for row in own if (row["rows"], row["skew"]) == (rows, skew)]
-                if some:
-                    yield _line(f"{rows} rows, {skew}", some)
-        yield _line(f"all of {' '.join(filter(None, kind))}", own)
-
-
-def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    ratios = [row["ratio"] for row in rows]
-    return (
-        f"{name}: {geometric_mean(ratios):.3f} x torch, least {min(ratios):.3f}; "
-        f"{geometric_mean([row['ratio_to_best_peer'] for row in rows]):.3f} x the best peer; "
-        f"{geometric_mean([row['share_of_bound'] for row in rows]):.3f} of the bound, "
-        f"least {min(row['share_of_bound'] for row in rows):.3f}"
-    )
+    best = sorted((us, name) for name, us in row.get("us", {}).items() if "torch" not in name)[:4]
+    return " | ".join([text, *(f"{name} {us:.1f}" for us, name in best)])
 
 
 @command
@@ -574,7 +543,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--drawn", type=int, default=0, help="so many layers that are in no list, instead")
     parser.add_argument("--rows", default=",".join(ROWS), help="of all groups together: default %(default)s")
-    parser.add_argument("--each", action="store_true", help="rows are of each group, in the mean")
     parser.add_argument("--skews", default=",".join(SKEWS), help="default: all of %(default)s")
     parser.add_argument("--seed", type=int, default=2, help="of drawn layers; choices saw those of 0 and 1")
     parser.add_argument(

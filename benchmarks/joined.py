@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +23,9 @@ from torch.nn.functional import linear, silu
 
 import tunegemm
 from benchmarks.command import choose_names, command, parser_of
-from benchmarks.graphs import Graph, Side, begin, in_rounds, within
-from benchmarks.results import Results, geometric_mean, meta, results_path
+from benchmarks.graphs import Side, begin, race, within
+from benchmarks.harness import error_of
+from benchmarks.results import Results, report
 from tunegemm.describe.device import Device
 from tunegemm.generate import joined
 from tunegemm.generate.grouped.config import GroupedConfig
@@ -53,7 +53,6 @@ MODELS = {
 ROWS = ("1", "16", "64", "256", "1024", "4096")
 _STEADY_ROWS = 1024
 _TURN_MS = 24.0
-_GRAPH: dict[str, Any] = {"short_ms": 0.5, "most": 200}
 #: Kernels for few rows are timed up to this many, kernels for many from this many on.
 _MOST_FEW, _LEAST_MANY = 256, 64
 _ERROR = 8e-3
@@ -85,6 +84,11 @@ class Case(NamedTuple):
     @property
     def columns(self) -> int:
         return self.ns[0] if self.gate else sum(self.ns)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What of a row names it."""
+        return {"model": self.name, "rows": self.rows, "dtype": "bf16", "k": self.k}
 
 
 class Weights:
@@ -165,15 +169,12 @@ def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -
     parts = sides["separate"](0)
     reference = (parts if case.gate else torch.cat(parts, 1)).float()
     errors = {name: error_of(side(0), reference) for name, side in sides.items() if name != "separate"}
-    graphs = {name: Graph.capture(side, sets, **_GRAPH) for name, side in sides.items()}
     turn_ms = _TURN_MS if case.rows >= _STEADY_ROWS else 0.0
-    samples = in_rounds(graphs, max(3, rounds // 3) if turn_ms else rounds, lambda _: turn_ms)
-    us = {name: statistics.median(times) for name, times in samples.items()}
+    us = race(sides, sets, rounds, turn_ms)
     kernels = [name for name in us if name not in ("separate", "merged", "today")]
     best = min(kernels, key=us.__getitem__)
-    return {
-        "model": case.name, "rows": case.rows, "dtype": "bf16", "k": case.k, "ns": list(case.ns),
-        "ratio": round(us["separate"] / us[chosen], 4),
+    return case.named | {
+        "ns": list(case.ns), "ratio": round(us["separate"] / us[chosen], 4),
         "ratio_to_merged": round(us["merged"] / us[chosen], 4),
         "ratio_to_today": round(us["today"] / us[chosen], 4), "chosen": chosen, "best": best,
         "best_to_chosen": round(us[chosen] / us[best], 4),
@@ -184,45 +185,30 @@ def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -
     }  # fmt: skip
 
 
-def error_of(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative to torch's own bf16 result, which has the same error."""
-    return float((result.float() - reference).norm() / reference.norm())
-
-
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Prints and writes a row for each case, missing rows first; returns 1 if a result is wrong."""
     device = begin(options.device)
-    results = Results(results_path(options.out, device, "joined.json"), meta(device, METHOD))
+    results = Results.of(options.out, device, "joined.json", METHOD)
     cases = [
         Case(model, rows, gate)
         for rows in map(int, options.rows)
         for model in options.models
         for gate in ("", "swiglu")
     ]
-    cases.sort(key=lambda case: results.find(_named(case)) is not None)
+    cases.sort(key=lambda case: results.find(case.named) is not None)
     provided: list[Provided] = []
-    result: list[dict[str, Any]] = []
-    for case in within(options.seconds, cases):
-        result.append(measure(case, device, provided, options.rounds))
-        results.put(result[-1])
-        row = result[-1]
-        print(
-            f"{case.name} {case.rows}: {row['ratio']:.3f} x separate, {row['ratio_to_merged']:.3f} x merged, "
-            f"{row['ratio_to_today']:.3f} x today by {row['chosen']}, best {row['best']} "
-            f"{row['best_to_chosen']:.3f} x that, {row['gbs']} GB/s, {row['tflops']} Tflop/s; {row['us']}"
-            f"{' WRONG ' + ','.join(row['wrong']) if row['wrong'] else ''}", flush=True
-        )  # fmt: skip
-    for words in ("ratio", "ratio_to_merged", "ratio_to_today"):
-        if result:
-            values = [row[words] for row in result]
-            print(f"{words}: {geometric_mean(values):.3f}, least {min(values):.3f}")
-    return 0 if not any(row["wrong"] for row in result) else 1
+    rows = (measure(case, device, provided, options.rounds) for case in within(options.seconds, cases))
+    return int(report(results, rows, _brief, ("ratio", "ratio_to_merged", "ratio_to_today")) > 0)
 
 
-def _named(case: Case) -> dict[str, Any]:
-    """What of a row names it."""
-    return {"model": case.name, "rows": case.rows, "dtype": "bf16", "k": case.k}
+def _brief(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x separate, "
+        f"{row['ratio_to_merged']:.3f} x merged, {row['ratio_to_today']:.3f} x today by {row['chosen']}, "
+        f"best {row['best']} {row['best_to_chosen']:.3f} x that, {row['gbs']} GB/s, "
+        f"{row['tflops']} Tflop/s; {row['us']}"
+    )
 
 
 @command

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,11 @@ class Results:
             commands = [*earlier, old["meta"].get("command", "")]
             self.meta["earlier_commands"] = [c for c in dict.fromkeys(commands) if c != self.meta["command"]]
 
+    @classmethod
+    def of(cls, out: Path | None, device: Device, name: str, method: str) -> Results:
+        """The file NAME of a GPU, for rows that this run measures by a method."""
+        return cls(results_path(out, device, name), meta(device, method))
+
     def find(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """The row of the same problem, if there is one."""
         return next((old for old in self.rows if _key(old) == _key(row)), None)
@@ -171,6 +176,29 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ResultsError(f"{path}: not a result file ({error}); give another --out, or remove it") from None
+
+
+def report(
+    results: Results | None,
+    rows: Iterable[dict[str, Any]],
+    brief: Callable[[dict[str, Any]], str],
+    ratios: Sequence[str] = (),
+) -> int:
+    """Writes each row as it comes, if there is a file, and prints it, then the mean of these of its fields.
+    Returns how many rows are wrong: those that are not `right`, or that name what is `wrong`.
+    """
+    done, count = [], 0
+    for row in rows:
+        if results is not None:
+            results.put(row)
+        wrong = not row.get("right", True) or bool(row.get("wrong"))
+        print(f"{brief(row)}{' WRONG' * wrong}", *(row.get("wrong") or ()), flush=True)
+        done.append(row)
+        count += wrong
+    for name in ratios:
+        if values := [row[name] for row in done if row.get(name)]:
+            print(f"{name}: {geometric_mean(values):.3f}, least {min(values):.3f}")
+    return count
 
 
 def geometric_mean(values: Iterable[float]) -> float:
