@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from benchmarks.results import Results, geometric_mean, problem_fields
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmWarning
@@ -93,7 +93,7 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
     from tunegemm.measure.backend import CudaBackend
 
     method = METHOD.format(more=MORE, largest=LARGEST, sampled=len(SAMPLED), rounds=options.rounds)
-    results = Results(results_path(options.out, device, "batch_invariance.json"), meta(device, method))
+    results = Results.of(options.out, device, "batch_invariance.json", method)
     backend = CudaBackend(device)
     backend.open()
     started, different = time.monotonic(), 0

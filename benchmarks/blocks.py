@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tunegemm
-from benchmarks.command import choose_names, command, parser_of
+from benchmarks.command import chosen, command, parser_of
 from benchmarks.experts import divide
 from benchmarks.graphs import Graph, Side, begin, race, within
 from benchmarks.results import Results, report
@@ -496,13 +496,11 @@ def _brief(row: Mapping[str, Any]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
-    parser = parser_of("benchmarks.blocks", __doc__)
+    parser = parser_of("benchmarks.blocks", __doc__, rounds=9)
     parser.add_argument("--groups", action="store_true", help="time layers of experts; --rows counts tokens")
     parser.add_argument("--with-quantising", action="store_true", help="begin with bf16 activations")
     parser.add_argument("--layers", help="default: all")
     parser.add_argument("--rows", help=f"default: {','.join(ROWS)}; of groups {','.join(TOKENS)}")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds; a third with turns")
-    parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
     parser.add_argument(
         "--every", action="store_true", help="time every kernel, too, in every number of k splits"
     )
@@ -510,8 +508,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.with_quantising and (options.groups or options.every):
         parser.error("--with-quantising is of served dense products; leave out --groups and --every")
     layers, rows = (GROUPS, TOKENS) if options.groups else (LAYERS, ROWS)
-    options.layers, options.rows = options.layers or ",".join(layers), options.rows or ",".join(rows)
-    choose_names(options, layers=tuple(layers), rows=rows)
+    options.layers = chosen(options.layers or ",".join(layers), tuple(layers), "layers")
+    options.rows = chosen(options.rows or ",".join(rows), rows, "rows")
     return run(options)
 
 

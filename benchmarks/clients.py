@@ -29,9 +29,10 @@ import torch
 
 import tunegemm
 from benchmarks import harness
-from benchmarks.command import choose_names, command
+from benchmarks.command import add_names, command
 from benchmarks.graphs import within
 from benchmarks.harness import Step
+from benchmarks.results import report
 from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmError, TunegemmWarning
 
@@ -96,11 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tiny", dest="model", action="store_const", const="tiny", help="a model of a few thousand weights"
     )
     parser.add_argument("--sequences", type=int, default=1, help="prompts of a training step")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
-    parser.add_argument("--modes", default=",".join(MODES), help="default: all of %(default)s")
+    add_names(parser, "workloads", WORKLOADS)
+    add_names(parser, "modes", MODES)
     parser.add_argument("--sample-ms", type=float, default=harness.SAMPLE_MS, help="default: %(default)s")
     options = parser.parse_args(arguments)
-    choose_names(options, workloads=tuple(WORKLOADS), modes=MODES)
     return run(options)
 
 
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{tunegemm.patch(tuned)} linear layers patched", flush=True)
     for name in within(options.within, options.workloads):
         rows = measure(name, {"torch": model, "tunegemm": tuned}, size, place, options)
-        wrong += harness.put(results, rows, _brief)
+        wrong += report(results, rows, _brief)
     if results is not None:
         print(f"written: {results.path}")
     return 1 if wrong else 0
@@ -154,16 +154,11 @@ def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
     return step
 
 
-def decode(
-    batch: int, model: LlamaForCausalLM, size: Size, place: torch.device, of: int | None = None
-) -> Step:
-    """The next token of each sequence; the same token each time, at the end of a full cache.
-
-    of: number of sequences, of which the last ones are decoded; all by default.
-    """
-    ids = _tokens((of or batch, 1), size, place)[-batch:].clone()
+def decode(batch: int, model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
+    """The next token of each sequence; the same token each time, at the end of a full cache."""
+    ids = _tokens((batch, 1), size, place)
     positions = torch.full((batch, 1), size.context, device=place)
-    cache = _context(model, batch, size, place, of or batch)
+    cache = _context(model, batch, size, place)
 
     def step() -> torch.Tensor:
         with torch.no_grad():
@@ -237,20 +232,18 @@ def _full_layer() -> Any:
     return Layer
 
 
-def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.device, of: int) -> Cache:
-    """A cache that is full except for the last token, which each step rewrites: of the last of so many
-    sequences."""
+def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.device) -> Cache:
+    """A cache that is full except for the last token, which each step rewrites."""
     from transformers.cache_utils import Cache
 
     generator = torch.Generator(place).manual_seed(1)
-    shape = (of, size.kv_heads, size.context + 1, size.hidden // size.heads)
+    shape = (batch, size.kv_heads, size.context + 1, size.hidden // size.heads)
     dtype = next(model.parameters()).dtype
     layers = []
     for _ in range(size.layers):
         layer = _full_layer()()
         layer.keys, layer.values = (
-            torch.randn(shape, generator=generator, device=place, dtype=dtype)[-batch:].clone()
-            for _ in range(2)
+            torch.randn(shape, generator=generator, device=place, dtype=dtype) for _ in range(2)
         )
         layer.is_initialized = True
         layers.append(layer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tunegemm.errors import TunegemmError
@@ -14,10 +14,13 @@ from tunegemm.errors import TunegemmError
 Main = Callable[[Sequence[str] | None], int | None]
 
 
-def parser_of(name: str, text: str | None, *, gpu: bool = True) -> argparse.ArgumentParser:
+def parser_of(
+    name: str, text: str | None, *, gpu: bool = True, rounds: int | None = None
+) -> argparse.ArgumentParser:
     """The parser of the module with that name, such as benchmarks.peers; text: the module's docstring.
 
     gpu: whether it measures on a GPU: it then has `--device` and `--out`, whose help the module may replace.
+    rounds: by default, of a program that times rows in rounds until `--seconds` are over.
     """
     description = (text or "").partition("\n")[0]
     parser = argparse.ArgumentParser(
@@ -26,7 +29,25 @@ def parser_of(name: str, text: str | None, *, gpu: bool = True) -> argparse.Argu
     if gpu:
         parser.add_argument("--device", default="cuda:0", help="cuda:N (default: %(default)s)")
         parser.add_argument("--out", type=Path, help="folder of the result file (default: results/GPU)")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="interleaved rounds; fewer with turns")
+        parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
     return parser
+
+
+def add_names(
+    parser: argparse.ArgumentParser, option: str, known: Iterable[str], *, default: str | None = None,
+    help: str = "some of %(default)s",
+) -> None:  # fmt: skip
+    """Adds an option whose value is a list of known names, such as ``--modes eager,graph``; by default all.
+
+    An unknown name is a TunegemmError.
+    """
+    those = tuple(known)
+    parser.add_argument(
+        f"--{option}", default=",".join(those) if default is None else default, help=help,
+        type=lambda text: chosen(text, those, option) if text or default is None else [],
+    )  # fmt: skip
 
 
 def command(main: Main) -> Callable[..., int]:
@@ -50,9 +71,3 @@ def chosen(text: str, known: Sequence[str], option: str) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         raise TunegemmError(f"--{option} {unknown[0]!r} is not known; use some of {','.join(known)}")
     return names
-
-
-def choose_names(options: argparse.Namespace, **known: Sequence[str]) -> None:
-    """Replaces the text of each of these options by its `chosen` names."""
-    for name, those in known.items():
-        setattr(options, name, chosen(getattr(options, name), those, name))

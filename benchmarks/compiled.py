@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.command import choose_names, command, parser_of
+from benchmarks.command import add_names, command, parser_of
 from benchmarks.results import Results
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import CompilePool
@@ -52,11 +52,10 @@ _COMPILERS = {"triton": "triton", "triton_tma": "triton", "cute_sm80": "nvidia-c
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("compiled", __doc__, gpu=False)
     parser.add_argument("--kernels", type=int, default=12, help="of each family for each architecture")
-    parser.add_argument("--families", default=",".join(PORTABLE), help="(default: %(default)s)")
-    parser.add_argument("--architectures", default=",".join(DEVICES), help="(default: all)")
+    add_names(parser, "families", PORTABLE)
+    add_names(parser, "architectures", DEVICES)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder")
     options = parser.parse_args(arguments)
-    choose_names(options, families=PORTABLE, architectures=tuple(DEVICES))
     results = Results(options.out / "compiled.json", {"command": "python -m benchmarks.compiled"})
     with TemporaryDirectory() as folder, CompilePool(ArtifactStore(folder)) as pool:
         for architecture in options.architectures:

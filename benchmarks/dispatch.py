@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.command import command, parser_of
 from benchmarks.first_call import PROCESSES, RECORDS, fresh_processes
-from benchmarks.results import Results, meta, problem_fields, results_path
+from benchmarks.results import Results, problem_fields
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     problem = Problem.parse(options.shape)
     device = find_device(options.device)
-    results = Results(results_path(options.out, device, "dispatch.json"), meta(device, METHOD))
+    results = Results.of(options.out, device, "dispatch.json", METHOD)
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         place(Path(folder))
         tune(related(problem), device, options.families.split(","), options.trials)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command import choose_names, command, parser_of
+from benchmarks.command import add_names, command, parser_of
 from benchmarks.peers import compared
-from benchmarks.results import Results, meta, results_path
+from benchmarks.results import Results
 from benchmarks.tables import programs
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -49,13 +49,12 @@ KINDS = {
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.dtypes", __doc__)
-    parser.add_argument("--dtypes", default=",".join(KINDS), help=f"of {', '.join(KINDS)} (default: all)")
+    add_names(parser, "dtypes", KINDS)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the eight)")
     parser.add_argument("--trials", type=int, default=32, help="candidates per product (default: 32)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per product")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
     options = parser.parse_args(arguments)
-    choose_names(options, dtypes=tuple(KINDS))
     problems = [_problem(name, shape) for name in options.dtypes for shape in options.shapes.split(",")]
     run(problems, find_device(options.device), options)
 
@@ -80,7 +79,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
         return [Contender(torch_mm(problem))]
 
     known: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
-    results = Results(results_path(options.out, device, "dtypes.json"), meta(device, METHOD))
+    results = Results.of(options.out, device, "dtypes.json", METHOD)
     with (
         Database.open(options.db, create=True) as database,
         Tuner(device, database, families=["cute_sm90"]) as tuner,

@@ -16,16 +16,17 @@ import importlib
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
 import torch
 
-from benchmarks.command import choose_names, command, parser_of
+from benchmarks.command import add_names, command, parser_of
 from benchmarks.graphs import begin, timed_ms, within
-from benchmarks.results import Results, geometric_mean, meta, results_path
+from benchmarks.harness import error_of
+from benchmarks.results import Results, report
 from tunegemm.engines import transformers as integration
 from tunegemm.generate import routing as kernels
 from tunegemm.groups import routing
@@ -140,7 +141,7 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     reference = results["grouped_mm"]
     theirs = {way: value for way, value in us.items() if way in ("grouped_mm", "batched_mm")}
     more = {"vllm_ratio": round(us["vllm"] / us["tunegemm"], 4)} if "vllm" in us else {}
-    best = min(theirs, key=theirs.__getitem__)
+    best, error = min(theirs, key=theirs.__getitem__), error_of(results["tunegemm"], reference)
     return {
         "model": name, "rows": tokens, "dtype": "bf16", "best_peer": best,
         "ratio": round(us[best] / us["tunegemm"], 4),
@@ -148,8 +149,7 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
         **more,
         "us": {way: round(value, 2) for way, value in us.items()},
         "eager_us": {way: round(value, 2) for way, value in eager_us.items()},
-        "error": round(float((results["tunegemm"] - reference).norm() / reference.norm()), 5),
-        "turn_ms": turn_ms,
+        "error": round(error, 5), "right": error < 0.02, "turn_ms": turn_ms,
     }  # fmt: skip
 
 
@@ -161,41 +161,38 @@ def run(options: argparse.Namespace) -> int:
     if options.every:
         provide_grouped("routing")
         routing.routing = routing.Routing(served=kernels.ALL)
-    results = Results(results_path(options.out, device, "expert_layers.json"), meta(device, METHOD))
-    result = []
+    results = Results.of(options.out, device, "expert_layers.json", METHOD)
     vllm = importlib.import_module(_VLLM).fused_experts if options.vllm else None
     made: dict[str, torch.nn.Module] = {}
-    for name, tokens in within(options.seconds, [*product(options.models, map(int, options.tokens))]):
-        if name not in made:
-            made = {name: layer_of(name)}  # replaces the previous one
-        row = measure(name, made[name], tokens, options.rounds, vllm)
-        result.append(row)
-        results.put(row)
-        print(
-            f"{name} {tokens}: {row['ratio']:.3f} x {row['best_peer']}, eager {row['eager_ratio']:.3f}, "
-            f"vLLM {row.get('vllm_ratio', '-')}; "
-            f"{row['us']} {row['eager_us']}{'' if row['error'] < 0.02 else ' WRONG'}", flush=True
-        )  # fmt: skip
-    if result:
-        ratios = [row["ratio"] for row in result]
-        print(f"all: {geometric_mean(ratios):.3f} x the best way of transformers, least {min(ratios):.3f}")
-    return 0 if all(row["error"] < 0.02 for row in result) else 1
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal made
+        for name, tokens in within(options.seconds, [*product(options.models, map(int, options.tokens))]):
+            if name not in made:
+                made = {name: layer_of(name)}  # replaces the previous one
+            yield measure(name, made[name], tokens, options.rounds, vllm)
+
+    return int(report(results, rows(), _brief, ("ratio",)) > 0)
+
+
+def _brief(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x {row['best_peer']}, "
+        f"eager {row['eager_ratio']:.3f}, vLLM {row.get('vllm_ratio', '-')}; {row['us']} {row['eager_us']}"
+    )
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
-    parser = parser_of("benchmarks.expert_layers", __doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="default: all of %(default)s")
-    parser.add_argument("--tokens", default=",".join(TOKENS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
-    parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
+    parser = parser_of("benchmarks.expert_layers", __doc__, rounds=5)
+    add_names(parser, "models", MODELS)
+    add_names(parser, "tokens", TOKENS)
     parser.add_argument("--vllm", action="store_true", help="time vLLM's Triton method, too")
     parser.add_argument("--every", action="store_true", help="with kernels that are not served yet, too")
     options = parser.parse_args(arguments)
     if options.vllm and find_spec("vllm") is None:
         parser.error("vllm is not installed: pip install vllm, or leave out --vllm")
-    choose_names(options, models=tuple(MODELS), tokens=TOKENS)
     return run(options)
 
 

@@ -38,7 +38,7 @@ import torch
 import triton.language as tl
 
 import tunegemm
-from benchmarks.command import choose_names, chosen, command, parser_of
+from benchmarks.command import add_names, command, parser_of
 from benchmarks.graphs import Graph, Side, begin, in_rounds, within
 from benchmarks.harness import error_of, ratio_of
 from benchmarks.results import Results, report
@@ -535,36 +535,26 @@ def _brief(row: Mapping[str, Any]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
-    parser = parser_of("benchmarks.experts", __doc__)
-    parser.add_argument(
-        "--layers",
-        default=",".join(LAYERS),
+    groups = {"anchor": ANCHOR, "unlisted": tuple(UNLISTED)}
+    parser = parser_of("benchmarks.experts", __doc__, rounds=7)
+    add_names(
+        parser, "layers", (*LAYERS, *UNLISTED, *groups), default=",".join(LAYERS),
         help="or `anchor`, the first six, or `unlisted`; default: all of %(default)s",
-    )
+    )  # fmt: skip
     parser.add_argument("--drawn", type=int, default=0, help="so many layers that are in no list, instead")
-    parser.add_argument("--rows", default=",".join(ROWS), help="of all groups together: default %(default)s")
-    parser.add_argument("--skews", default=",".join(SKEWS), help="default: all of %(default)s")
+    add_names(parser, "rows", ROWS, help="of all groups together: default %(default)s")
+    add_names(parser, "skews", SKEWS)
     parser.add_argument("--seed", type=int, default=2, help="of drawn layers; choices saw those of 0 and 1")
-    parser.add_argument(
-        "--rounds", type=int, default=7, help="interleaved rounds; half of that from 4096 rows on"
-    )
-    parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
-    parser.add_argument(
-        "--kinds", default="bf16", help=f"of {', '.join(kinds())}, or along_k: default %(default)s"
-    )
-    parser.add_argument(
-        "--peers", default="", help=f"also time kernels of {', '.join(PEERS)}, as they come; default: none"
+    every = (*kinds(), "along_k")
+    add_names(parser, "kinds", every, default="bf16", help=f"of {', '.join(every)}: default %(default)s")
+    add_names(
+        parser, "peers", PEERS, default="", help=f"also time kernels of {', '.join(PEERS)}, as they come"
     )
     parser.add_argument("--kernels", action="store_true", help="time each kernel of the table, too")
     options = parser.parse_args(arguments)
-    if options.layers == "anchor":
-        options.layers = ",".join(ANCHOR)
-    if options.layers == "unlisted":
-        options.layers = ",".join(UNLISTED)
-    choose_names(options, layers=(*LAYERS, *UNLISTED), rows=ROWS, skews=SKEWS, kinds=(*kinds(), "along_k"))
+    options.layers = [each for name in options.layers for each in groups.get(name, (name,))]
     if "along_k" in options.kinds and (len(options.kinds) > 1 or options.peers):
         parser.error("along_k has a file of its own, and no peers: leave out other --kinds, and --peers")
-    options.peers = chosen(options.peers, tuple(PEERS), "peers") if options.peers else []
     for name in options.peers:
         if find_spec(name) is None:
             parser.error(f"{name} is not installed: pip install {PEERS[name]}, or leave it out of --peers")

@@ -36,7 +36,7 @@ from benchmarks.batch_invariance import KINDS as OTHERS
 from benchmarks.batch_invariance import of_kind, product
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import interleave
-from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from benchmarks.results import Results, geometric_mean, problem_fields
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmWarning
@@ -102,7 +102,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
 
     method = METHOD.format(rounds=options.rounds, turns=options.turns)
     name = "first_use_kinds.json" if options.kinds else "first_use.json"
-    results = Results(results_path(options.out, device, name), meta(device, method))
+    results = Results.of(options.out, device, name, method)
     backend = CudaBackend(device)
     backend.open()
     unseen = drawn(options.unseen, options.seed, options.most_rows)[options.skip :]

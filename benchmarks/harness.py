@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.command import parser_of
-from benchmarks.results import Results, meta, results_path
-from tunegemm.describe.device import find_device, package_version
+from benchmarks.results import Results
+from tunegemm.describe.device import find_device
 from tunegemm.measure.statistics import aa_noise
 
 Step = Callable[[], torch.Tensor]
@@ -52,10 +52,7 @@ def opened(
     if place.type != "cuda":
         return place, None
     torch.cuda.set_device(place)
-    device = find_device(options.device)
-    facts = meta(device, method)
-    facts["packages"] |= {package: package_version(package) for package in packages}
-    return place, Results(results_path(options.out, device, name), facts)
+    return place, Results.of(options.out, find_device(options.device), name, method, *packages)
 
 
 def twin(model: Any) -> Any:
@@ -191,13 +188,4 @@ def line(name: str, row: Mapping[str, Any], *more: str) -> str:
         words.insert(0, f"torch {torch_ms:.3f} ms, {row['ratio']:.3f} x torch (noise {noise:.1f} %)")
     if "torch_error" in row:
         words.append(f"error {row['torch_error']:.2e}, tunegemm {row['tunegemm_error']:.2e}")
-    return f"{name}: {', '.join(words)}{'' if row.get('right', True) else ' WRONG'}"
-
-
-def put(results: Results | None, rows: Sequence[dict[str, Any]], brief: Callable[[Any], str]) -> int:
-    """Writes rows, if there is a file, and prints them; returns the number of wrong ones."""
-    if results is not None and rows:
-        results.put(*rows)
-    for row in rows:
-        print(brief(row), flush=True)
-    return sum(not row.get("right", True) for row in rows)
+    return f"{name}: {', '.join(words)}"

@@ -22,7 +22,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 import tunegemm
-from benchmarks.command import choose_names, command, parser_of
+from benchmarks.command import add_names, command, parser_of
 from benchmarks.graphs import Side, begin, race, within
 from benchmarks.harness import error_of
 from benchmarks.results import Results, report
@@ -214,14 +214,10 @@ def _brief(row: Mapping[str, Any]) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
-    parser = parser_of("joined", __doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="default: all of %(default)s")
-    parser.add_argument("--rows", default=",".join(ROWS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds; a third with turns")
-    parser.add_argument("--seconds", type=float, default=0, help="begin no further row after so many")
-    options = parser.parse_args(arguments)
-    choose_names(options, models=tuple(MODELS), rows=ROWS)
-    return run(options)
+    parser = parser_of("benchmarks.joined", __doc__, rounds=9)
+    add_names(parser, "models", MODELS)
+    add_names(parser, "rows", ROWS)
+    return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ from torch.nn import functional as F
 import tunegemm
 from benchmarks import harness
 from benchmarks.clients import CONTEXT
-from benchmarks.command import choose_names, command
+from benchmarks.command import add_names, command
 from benchmarks.graphs import within
 from benchmarks.harness import Step
+from benchmarks.results import report
 from tunegemm.errors import BadValueError, one_line
 from tunegemm.layers.backend import tunegemm as backend
 
@@ -245,18 +246,15 @@ def _copied(block: Any) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result is further from fp32 than torch's error allows."""
     parser = harness.model_parser("benchmarks.layers", __doc__, rounds=9)
-    parser.add_argument("--models", default=",".join(SIZES), help="default: all of %(default)s")
-    parser.add_argument(
-        "--rows", default=",".join(ROWS), help="tokens of a prompt, or dN: default %(default)s"
-    )
-    parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
+    add_names(parser, "models", SIZES)
+    add_names(parser, "rows", ROWS, help="tokens of a prompt, or dN: default %(default)s")
+    add_names(parser, "modes", MODES)
     parser.add_argument(
         "--with-inductor", type=int, default=0, metavar="N", help="Inductor, too, for up to N rows"
     )
     parser.add_argument("--sample-ms", type=float, default=harness.SAMPLE_MS, help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
     options = parser.parse_args(arguments)
-    choose_names(options, models=tuple(SIZES), rows=ROWS, modes=MODES)
     if options.device == "cpu" and options.modes != ["backend"]:
         raise BadValueError(f"--modes {','.join(options.modes)} need a GPU; on a CPU use --modes backend")
     return run(options)
@@ -282,7 +280,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"{model} {rows} {','.join(modes)}: {one_line(error)}", flush=True)
             result, wrong = [], wrong + 1
         harness.clear(place)
-        wrong += harness.put(results, result, _brief)
+        wrong += report(results, result, _brief)
     return 1 if wrong else 0
 
 

@@ -28,9 +28,10 @@ import torch
 import tunegemm
 from benchmarks import harness
 from benchmarks.clients import Size, build
-from benchmarks.command import choose_names, command
+from benchmarks.command import add_names, command
 from benchmarks.graphs import within
 from benchmarks.harness import Step
+from benchmarks.results import report
 from tunegemm.errors import BadValueError, one_line
 from tunegemm.layers.backend import tunegemm as backend
 
@@ -81,14 +82,13 @@ WORKLOADS: Mapping[str, tuple[Callable[..., Step], int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a result is further from fp32 than torch's error allows."""
     parser = harness.model_parser("benchmarks.llama", __doc__, rounds=7)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: all of %(default)s")
+    add_names(parser, "workloads", WORKLOADS)
     parser.add_argument("--layers", type=int, default=8, help="default: %(default)s")
     parser.add_argument(
         "--first-calls", default="8,32", metavar="LAYERS", help="time those, too (default: %(default)s)"
     )
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
     options = parser.parse_args(arguments)
-    choose_names(options, workloads=tuple(WORKLOADS))
     numbers = options.first_calls.split(",") if options.first_calls else []
     if not all(number.isdecimal() and int(number) for number in numbers):
         raise BadValueError(f"--first-calls {options.first_calls!r} are not numbers; give some such as 8,32")
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     tunegemm.patch(models["patch"], fuse=True)
     models["backend"].compile(backend=backend)  # as by its name, without an installed package
     for name in within(options.within, options.workloads):
-        wrong += harness.put(results, measure(name, models, size, place, options), _brief)
+        wrong += report(results, measure(name, models, size, place, options), _brief)
     models.clear()
     del model
     harness.clear(place)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     for layers, workload, mode in within(left, calls):
         try:
             row = first_call(workload, mode, dataclasses.replace(size, layers=layers), place)
-            harness.put(results, [row], _brief)
+            report(results, [row], _brief)
         except RuntimeError as error:  # such as missing memory: others may need less
             print(f"first {workload} of {layers} layers by {mode}: {one_line(error)}", flush=True)
         harness.clear(place)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, meta, problem_fields, results_path
+from benchmarks.results import Results, problem_fields
 from benchmarks.tables.peers import providers
 from benchmarks.tables.reading import shape_of
 from tunegemm.describe.device import Device, find_device
@@ -72,7 +72,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
         raise ProblemError(f"--rounds {options.rounds}: at least 3, and 15 for figures to keep")
     if options.db is not None:
         os.environ["TUNEGEMM_DB"] = str(options.db)  # dispatch reads it, as it would for a user
-    results = Results(results_path(options.out, device, "peers.json"), meta(device, METHOD))
+    results = Results.of(options.out, device, "peers.json", METHOD)
     with ExitStack() as stack:
         tuner = None
         if options.tune:

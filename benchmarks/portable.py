@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, geometric_mean, meta, results_path
+from benchmarks.results import Results, geometric_mean
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
@@ -92,9 +92,7 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
             }
         backend = CudaBackend(device)
         backend.open()
-        results = Results(
-            results_path(options.out, device, "portable.json"), meta(device, METHOD + INTERLEAVE)
-        )
+        results = Results.of(options.out, device, "portable.json", METHOD + INTERLEAVE)
         for index, problem in enumerate(problems):
             if time.monotonic() > deadline:
                 print(f"{len(problems) - index} products are left: the time is over", flush=True)

@@ -54,8 +54,8 @@ def folder_of(gpu: str) -> Path:
     return RESULTS / "-".join(gpu.removeprefix("NVIDIA").lower().split())
 
 
-def meta(device: Device, method: str) -> dict[str, Any]:
-    """How this run measures its rows."""
+def meta(device: Device, method: str, *packages: str) -> dict[str, Any]:
+    """How this run measures its rows. packages: further ones that rows depend on."""
     command = command_line(sys.argv)
     return {
         "command": command,
@@ -64,7 +64,8 @@ def meta(device: Device, method: str) -> dict[str, Any]:
         "gpu": device.name,
         "driver": device.fingerprint.driver,
         "packages": {name: version for name in _PACKAGES if (version := package_version(name))}
-        | {"cuda": device.fingerprint.cuda, "python": ".".join(map(str, sys.version_info[:3]))},
+        | {"cuda": device.fingerprint.cuda, "python": ".".join(map(str, sys.version_info[:3]))}
+        | {package: package_version(package) for package in packages},
         "clocks": clocks(device),
         "method": method,
     }
@@ -135,9 +136,9 @@ class Results:
             self.meta["earlier_commands"] = [c for c in dict.fromkeys(commands) if c != self.meta["command"]]
 
     @classmethod
-    def of(cls, out: Path | None, device: Device, name: str, method: str) -> Results:
-        """The file NAME of a GPU, for rows that this run measures by a method."""
-        return cls(results_path(out, device, name), meta(device, method))
+    def of(cls, out: Path | None, device: Device, name: str, method: str, *packages: str) -> Results:
+        """The file NAME of a GPU, for rows that this run measures; as `meta`."""
+        return cls(results_path(out, device, name), meta(device, method, *packages))
 
     def find(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """The row of the same problem, if there is one."""

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, geometric_mean, meta, problem_fields, results_path
+from benchmarks.results import Results, geometric_mean, problem_fields
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
             "--without-library with --devices: other workers find the package's kernels; "
             "give --device, or move db/kernels away"
         )
-    results = Results(results_path(options.out, device, "tuning_many.json"), meta(device, METHOD))
+    results = Results.of(options.out, device, "tuning_many.json", METHOD)
     results.summary = dict(results.earlier_summary)
     ended = 0
     if not options.only_peers:

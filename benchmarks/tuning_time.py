@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import shapes
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, meta, problem_fields, results_path
+from benchmarks.results import Results, problem_fields
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]
     device = find_device(options.device)
-    results = Results(results_path(options.out, device, "tuning_time.json"), meta(device, METHOD))
+    results = Results.of(options.out, device, "tuning_time.json", METHOD)
     for problem in problems:
         row = timed(problem, device)
         results.put(row)

@@ -12,6 +12,7 @@ results/GPU/vllm.json.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -30,15 +32,10 @@ from typing import Any
 import numpy as np
 
 import tunegemm
-from benchmarks.command import chosen, command, parser_of
-from benchmarks.results import Results, geometric_mean, meta, results_path
-from benchmarks.vllm_engine import (
-    SEQUENCES,
-    Engine,
-    Setting,
-    variables,
-)
-from tunegemm.describe.device import find_device, package_version
+from benchmarks.command import add_names, command, parser_of
+from benchmarks.results import Results, geometric_mean
+from benchmarks.vllm_engine import SEQUENCES, Engine, Setting, variables
+from tunegemm.describe.device import find_device
 from tunegemm.measure.statistics import aa_noise
 
 METHOD = (
@@ -61,9 +58,9 @@ _OTHERS = (15, 63, 255)
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.vllm", __doc__, gpu=False)
-    parser.add_argument("--only", default=",".join(KINDS), help="some of %(default)s")
-    parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="some of %(default)s")
-    parser.add_argument("--phases", default=",".join(PHASES), help="some of %(default)s")
+    add_names(parser, "only", KINDS)
+    add_names(parser, "sequences", map(str, SEQUENCES))
+    add_names(parser, "phases", PHASES)
     parser.add_argument(
         "--seconds", type=float, default=240.0,
         help="of each kind, the start of its engines with it (default: %(default)s)",
@@ -76,23 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     scratch = options.scratch or Path(tempfile.gettempdir()) / "tunegemm-vllm"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are to end with their owner
-    kinds = chosen(options.only, KINDS, "only")
-    sequences = [int(n) for n in chosen(options.sequences, [*map(str, SEQUENCES)], "sequences")]
-    points = [(phase, count) for phase in chosen(options.phases, PHASES, "phases") for count in sequences]
     doors(scratch)
-    run(kinds, points, options.seconds, options.layers, scratch, options.out)
+    run(options, scratch)
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:
     """Two equal engines without the plug-in, and one with it."""
-
     is_invariant = kind == "invariant"
-    dtype = "bf16" if is_invariant else kind
-    return (
-        Setting(dtype, False, is_invariant, layers),
-        Setting(dtype, False, is_invariant, layers, again=True),
-        Setting(dtype, True, is_invariant, layers),
-    )
+    theirs = Setting("bf16" if is_invariant else kind, False, is_invariant, layers)
+    return theirs, replace(theirs, again=True), replace(theirs, served=True)
 
 
 def doors(scratch: Path) -> None:
@@ -137,26 +126,14 @@ def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[list[Engine]
         print(f"{len(started)} engines for {time.monotonic() - began:.0f} s", flush=True)
 
 
-def run(
-    kinds: Sequence[str],
-    points: Sequence[tuple[str, int]],
-    seconds: float,
-    layers: int,
-    scratch: Path,
-    out: Path | None,
-) -> None:
-    """Times the requested kinds; prints and writes a row for each kind, phase and number of sequences.
-
-    points: phases, with numbers of sequences.
-    """
-    device = find_device("cuda:0")
-    facts = meta(device, METHOD)
-    facts["packages"] |= {"vllm": package_version("vllm")}
-    results = Results(results_path(out, device, "vllm.json"), facts)
+def run(options: argparse.Namespace, scratch: Path) -> None:
+    """Times the requested kinds; prints and writes a row for each kind, phase and number of sequences."""
+    points = [(phase, int(count)) for phase in options.phases for count in options.sequences]
+    results = Results.of(options.out, find_device("cuda:0"), "vllm.json", METHOD, "vllm")
     results.summary = dict(results.earlier_summary)
-    for kind in kinds:
-        end = time.monotonic() + seconds
-        with engines(settings_of(kind, layers), scratch) as (theirs, again, ours):
+    for kind in options.only:
+        end = time.monotonic() + options.seconds
+        with engines(settings_of(kind, options.layers), scratch) as (theirs, again, ours):
             results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
             results.summary[f"served_{kind}"] = ours.said()
             print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
@@ -164,13 +141,9 @@ def run(
                 left = end - time.monotonic()
                 row = measure(theirs, again, ours, phase, count, left / (len(points) - number))
                 results.put(row)
-                print(
-                    f"{kind} {phase} {count}: {row['engine_tokens_per_s']:.0f} -> "
-                    f"{row['tokens_per_s']:.0f} tokens/s, {row['ratio']:.4f} "
-                    f"(noise {100 * row['noise']:.2f} %, {row['rounds']} rounds)",
-                    flush=True,
-                )
-            (scratch / ours.setting.name / "plans").write_text("\n".join(ours.ask("plans")) + "\n")
+                rates = f"{row['engine_tokens_per_s']:.0f} -> {row['tokens_per_s']:.0f} tokens/s"
+                noise = f"noise {row['noise']:.2%}, {row['rounds']} rounds"
+                print(f"{kind} {phase} {count}: {rates}, {row['ratio']:.4f} ({noise})", flush=True)
     _summarize(results)
 
 

@@ -335,38 +335,7 @@ def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
     return results
 
 
-def plans(llm: Any) -> list[str]:
-    """The products that the plug-in met in the first worker, with the kernel of each."""
-    return llm.apply_model(_plans)[0]
-
-
-def _plans(model: Any) -> list[str]:
-    """For each kind of product, the rows that each kernel serves, and the rows that stay with the engine.
-
-    Reads plans, not selections: a kernel that the strides forbid serves nothing.
-    """
-    from tunegemm.dispatch import api
-
-    result: dict[str, dict[str, set[int]]] = {}
-    for key, plan in api.dispatcher.planner.state.plans.items():
-        form, a, b, dtype = key[0], key[5], key[9], key[7]
-        kind = f"{str(dtype).removeprefix('torch.')} {tuple(b)} {form.text}".rstrip()
-        rows = 1
-        for extent in a[:-1]:
-            rows *= extent
-        by = "vLLM"
-        if plan and plan.record is not None:
-            near = "" if plan.record.problem == plan.problem else ", near"
-            by = f"{plan.record.candidate.family} {plan.record.label}{near}"
-        result.setdefault(kind, {}).setdefault(by, set()).add(rows)
-    return [
-        f"{kind}: {', '.join(map(str, sorted(rows)))} by {by}"
-        for kind, served in sorted(result.items())
-        for by, rows in sorted(served.items(), key=lambda item: min(item[1]))
-    ]
-
-
-WORK: dict[str, Callable[..., Any]] = {"sample": sample, "logits": logits, "plans": plans}
+WORK: dict[str, Callable[..., Any]] = {"sample": sample, "logits": logits}
 
 
 def variables(setting: Setting, scratch: Path) -> dict[str, str]:

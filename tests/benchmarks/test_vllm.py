@@ -5,21 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import entry_points
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from benchmarks import vllm, vllm_engine
 from benchmarks.results import command_line
 from benchmarks.tables import programs
-from tests.support.fusing import Recorded
-from tests.support.serving import BF16, Kernel, serve_with
-from tunegemm.describe.device import find_device
-from tunegemm.describe.problem import Problem
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 
 
 def test_an_unknown_kind_is_named(capsys):
@@ -89,26 +80,3 @@ def test_the_table_says_what_noise_cannot_explain(tmp_path):
 def test_a_scratch_folder_is_no_part_of_the_command():
     words = ["/x/benchmarks/vllm.py", "--rounds", "4", "--scratch", "/y"]
     assert command_line(words) == "python -m benchmarks.vllm --rounds 4"
-
-
-@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
-def test_plans_are_told_by_kind_of_weight_and_rows(monkeypatch):
-    """Of plans: what was found for a product whose strides forbid the kernel serves nothing."""
-    problems = [Problem(m, 48, 64) for m in (2, 8, 16, 32)]
-    snapshot, kernel = Recorded(*problems), Kernel()
-    served = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: snapshot,
-            find=lambda spec: find_device("model:h200"),
-            prepare=lambda record, device: Prepared(kernel, record=record, tma=record.problem.m > 2),
-        )
-    )
-    serve_with(monkeypatch, served)
-    a, b = torch.zeros(40, 64, dtype=BF16), torch.zeros(48, 64, dtype=BF16).t()
-    for rows in (2, 8, 16, 40, 37):
-        served.matmul(a[:rows], b)
-    served.matmul(torch.zeros(32, 65, dtype=BF16)[:, :64], b)
-    found = vllm_engine.plans(SimpleNamespace(apply_model=lambda function: [function(None)]))
-    assert len(found) == 2 and all(line.startswith("bfloat16 (64, 48): ") for line in found)
-    assert "2, 8, 16 by cute_sm90" in found[0] and found[1].endswith("32, 37, 40 by vLLM")
