@@ -50,7 +50,7 @@ _COMPILERS = {"triton": "triton", "triton_tma": "triton", "cute_sm80": "nvidia-c
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("compiled", __doc__, gpu=False)
+    parser = parser_of("benchmarks.compiled", __doc__, gpu=False)
     parser.add_argument("--kernels", type=int, default=12, help="of each family for each architecture")
     add_names(parser, "families", PORTABLE)
     add_names(parser, "architectures", DEVICES)

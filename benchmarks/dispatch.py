@@ -1,14 +1,13 @@
 """Measures the host time of a call beside torch's own, and the cost of the first call and of the import.
 
-    python -m benchmarks.dispatch                        # 128x128x64: the GPU never keeps the host waiting
-    python -m benchmarks.dispatch --shape 64x512x256 --families cute_sm90,gluon_wgmma
+    python -m benchmarks.dispatch
 
-Tunes the shape, its batch of four, half its M and three fused products of it into a temporary database and
-object store, calls torch and tunegemm alternately, and writes results/GPU/dispatch.json: a row
-`{call, torch_us, tunegemm_us, ratio}` for each call, last those that find no kernel, `ratio_to_torch_mm` of
-the first, `worst_fall_back` of the last without those under `enable`, and from processes of their own
-(`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with `records` in the database and its
-parts, warm and cold, and `bytes_per_record`.
+Tunes a product so small that the GPU never keeps the host waiting, its batch of four, half its M and three
+fused products of it into a temporary database and object store, calls torch and tunegemm alternately, and
+writes results/GPU/dispatch.json: a row `{call, torch_us, tunegemm_us, ratio}` for each call, last those that
+find no kernel, `ratio_to_torch_mm` of the first, `worst_fall_back` of the last without those under `enable`,
+and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
+`records` in the database and its parts, warm and cold, and `bytes_per_record`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command, parser_of
-from benchmarks.first_call import PROCESSES, RECORDS, fresh_processes
+from benchmarks.first_call import PROCESSES, fresh_processes
 from benchmarks.results import Results, problem_fields
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -37,6 +36,7 @@ from tunegemm.errors import TunegemmError
 
 #: Calls between two synchronisations: fewer than the launch queue holds, so that no call waits for the GPU.
 CALLS = 100
+PROBLEM = Problem(128, 128, 64)
 ROUNDS = 101
 METHOD = (
     f"{CALLS} calls after a synchronisation, per call; torch's and tunegemm's of all rows in shuffled order, "
@@ -52,22 +52,15 @@ Call = Callable[[], Any]
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of("benchmarks.dispatch", __doc__)
-    parser.add_argument("--shape", default="128x128x64", help="a small one: the host's time is measured")
-    parser.add_argument("--families", default="cute_sm90", help="comma-separated, to be tuned")
-    parser.add_argument("--trials", type=int, default=6, help="candidates per problem")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--records", type=int, default=RECORDS, help="in the database of the first call")
-    options = parser.parse_args(arguments)
-    problem = Problem.parse(options.shape)
+    options = parser_of("benchmarks.dispatch", __doc__).parse_args(arguments)
     device = find_device(options.device)
     results = Results.of(options.out, device, "dispatch.json", METHOD)
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         place(Path(folder))
-        tune(related(problem), device, options.families.split(","), options.trials)
+        tune(PROBLEM, device)
         # First, before this process maps the files of a first call: only then can it be cold.
-        first_call = fresh_processes(problem, device, options.records)
-        run(problem, device, options.rounds, results)
+        first_call = fresh_processes(PROBLEM, device)
+        run(PROBLEM, device, results)
         results.summary |= first_call
         results.put()
         print(json.dumps(results.summary, indent=1), flush=True)
@@ -75,41 +68,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def place(folder: Path) -> None:
     """Lets this process and its children read and write databases and kernels in the folder alone."""
-    for name, where in (
-        ("TUNEGEMM_DB", "tuning.sqlite"),
-        ("TUNEGEMM_CACHE_DIR", "cache"),
-        ("XDG_DATA_HOME", "data"),
-    ):
-        os.environ[name] = str(folder / where)
+    places = {"TUNEGEMM_DB": "tuning.sqlite", "TUNEGEMM_CACHE_DIR": "cache", "XDG_DATA_HOME": "data"}
+    os.environ |= {name: str(folder / where) for name, where in places.items()}
 
 
-def related(problem: Problem) -> list[Problem]:
-    """The problem, half its M, a batch of four; it with a bias, with gelu too, and of scaled fp8 operands."""
-    scaled = {"in_dtype": "fp8_e4m3", "epilogue": "scale_tensor", "accumulation": "two_level"}
-    return [
-        problem,
-        replace(problem, m=max(problem.m // 2, 1)),
-        replace(problem, batch=4),
-        replace(problem, epilogue="bias_n"),
-        replace(problem, epilogue="bias_n+gelu"),
-        replace(problem, alignment=0, **scaled),  # type: ignore[arg-type]
-    ]
-
-
-def tune(problems: list[Problem], device: Device, families: list[str], trials: int) -> None:
-    """Tunes these problems with generators only, so that the library wins no tie."""
+def tune(problem: Problem, device: Device) -> None:
+    """Tunes the problem, half its M, a batch of four; it with a bias, with gelu too, and of scaled fp8
+    operands, by a generator only, so that the library wins no tie.
+    """
     from benchmarks.own_records import record_own
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner
 
-    with Database.open() as database, Tuner(device, database, families=families) as tuner:
-        for each in problems:
-            if not record_own(database, tuner, each, trials):
-                raise TunegemmError(f"no kernel for {each}; give another --shape or --families")
+    scaled = {"in_dtype": "fp8_e4m3", "epilogue": "scale_tensor", "accumulation": "two_level", "alignment": 0}
+    changes: tuple[dict[str, Any], ...] = (
+        {}, {"m": problem.m // 2}, {"batch": 4}, {"epilogue": "bias_n"}, {"epilogue": "bias_n+gelu"}, scaled
+    )  # fmt: skip
+    with Database.open() as database, Tuner(device, database, families=["cute_sm90"]) as tuner:
+        for each in (replace(problem, **change) for change in changes):
+            if not record_own(database, tuner, each, trials=6):
+                raise TunegemmError(f"no kernel for {each}")
             print(f"tuned {each}", flush=True)
 
 
-def run(problem: Problem, device: Device, rounds: int, results: Results) -> None:
+def run(problem: Problem, device: Device, results: Results) -> None:
     """Times the calls and writes their rows."""
     import torch
 
@@ -120,17 +102,15 @@ def run(problem: Problem, device: Device, rounds: int, results: Results) -> None
                 with getattr(call, "within", nullcontext)():
                     call()
     timed = {f"{name}/{which}": call for name, pair in pairs.items() for which, call in enumerate(pair)}
-    samples = host_times(timed, rounds, torch.cuda.synchronize)
+    samples = host_times(timed, ROUNDS, torch.cuda.synchronize)
     rows = []
     for name in pairs:
         own, reference = samples[f"{name}/0"], samples[f"{name}/1"]
         ratio = statistics.median(mine / theirs for mine, theirs in zip(own, reference, strict=True))
         row = problem_fields(problem) | {
-            "call": name,
-            "torch_us": round(statistics.median(reference), 3),
-            "tunegemm_us": round(statistics.median(own), 3),
-            "ratio": round(ratio, 4),
-        }
+            "call": name, "torch_us": round(statistics.median(reference), 3),
+            "tunegemm_us": round(statistics.median(own), 3), "ratio": round(ratio, 4),
+        }  # fmt: skip
         rows.append(row)
         print(f"{name:45s} torch {row['torch_us']:7.2f}  tunegemm {row['tunegemm_us']:7.2f}  {ratio:.3f}")
     results.summary["ratio_to_torch_mm"] = rows[0]["ratio"]
@@ -247,10 +227,13 @@ def fall_backs(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]
 
     m, n, k = problem.m, problem.n + 8, problem.k
     a = torch.rand(m, k, dtype=torch.bfloat16, device=device.spec)
-    layers = [torch.nn.Linear(k, n, has_bias, device.spec, torch.bfloat16) for has_bias in (True, False)]
-    patched = [torch.nn.Linear(k, n, has_bias, device.spec, torch.bfloat16) for has_bias in (True, False)]
-    for layer in (*layers, *patched):
-        layer.requires_grad_(False)
+    layers, patched = (
+        [
+            torch.nn.Linear(k, n, bias, device.spec, torch.bfloat16).requires_grad_(False)
+            for bias in (True, False)
+        ]
+        for _ in range(2)
+    )
     for layer in patched:
         tunegemm.patch(layer)
     weight, bias = layers[0].weight, layers[0].bias
@@ -281,7 +264,7 @@ def fall_backs(problem: Problem, device: Device) -> dict[str, tuple[Call, Call]]
             ours()
     recent = api.dispatcher.planner.state.recent.get(b.data_ptr())
     if device.is_real and (recent is None or recent.plan is not None):
-        raise TunegemmError(f"{m}x{n}x{k} does not fall back to torch; give another --shape")
+        raise TunegemmError(f"{m}x{n}x{k} does not fall back to torch")
     return {FALL_BACK + name: pair for name, pair in pairs.items()}
 
 

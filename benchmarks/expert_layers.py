@@ -17,6 +17,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import add_names, command, parser_of
-from benchmarks.graphs import begin, timed_ms, within
+from benchmarks.graphs import Graph, begin, timed_ms, within
 from benchmarks.harness import error_of
 from benchmarks.results import Results, report
 from tunegemm.engines import transformers as integration
@@ -75,19 +76,6 @@ def layer_of(name: str) -> torch.nn.Module:
     return made
 
 
-def graph_of(run: Callable[[int], Any]) -> torch.cuda.CUDAGraph:
-    """All draws, captured."""
-    for draw in range(_DRAWS):
-        run(draw)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for draw in range(_DRAWS):
-            run(draw)
-    graph.replay()
-    return graph
-
-
 def timed(run: Callable[[], Any], times: int) -> float:
     """Microseconds of one run."""
     return timed_ms(lambda: [run() for _ in range(times)]) * 1e3 / times
@@ -129,14 +117,14 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
 
     for way in ways:
         results[way] = run(way, 0).float()
-        graphs[way] = graph_of(lambda draw, way=way: run(way, draw))  # type: ignore[misc]
+        graphs[way] = Graph.capture(partial(run, way), _DRAWS, short_ms=0.0, most=_DRAWS)  # all draws, once
     turn_ms = _TURN_MS if tokens >= _STEADY_TOKENS else 0.0
     for _ in range(rounds):
         for way in random.sample(ways, len(ways)):
             samples[way].append(sampled(graphs[way].replay, turn_ms / 2) / _DRAWS)
             # The first calls after other work are slower: a program sees the speed of the others.
-            timed(lambda way=way: run(way, 0), 2)  # type: ignore[misc]
-            eager[way].append(timed(lambda way=way: run(way, 0), 10 if tokens < 256 else 3))  # type: ignore[misc]
+            timed(partial(run, way, 0), 2)
+            eager[way].append(timed(partial(run, way, 0), 10 if tokens < 256 else 3))
     us, eager_us = ({w: statistics.median(t) for w, t in of.items()} for of in (samples, eager))
     reference = results["grouped_mm"]
     theirs = {way: value for way, value in us.items() if way in ("grouped_mm", "batched_mm")}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import shapes
-from benchmarks.command import command, parser_of
+from benchmarks.command import chosen, command, parser_of
 from benchmarks.results import Results, problem_fields
 from benchmarks.tables.peers import providers
 from benchmarks.tables.reading import shape_of
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from benchmarks.providers import Options, Provider
     from tunegemm.measure.backend import Backend
-    from tunegemm.search.efforts import Effort
     from tunegemm.tuning.tuner import Tuner
 
 
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--peers", help="comma-separated providers besides torch (default: all)")
     parser.add_argument("--tune", action="store_true", help="tune shapes that have no confirmed record")
-    parser.add_argument("--effort", default="quick", help="effort of --tune (default: quick)")
     parser.add_argument("--tune-cap", type=float, default=180.0, help="seconds a peer may tune one shape")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
@@ -61,13 +59,8 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
     from benchmarks.interleave import METHOD
     from benchmarks.providers import PROVIDERS, Options
 
-    chosen = [
-        "torch",
-        *(options.peers.split(",") if options.peers else [name for name in PROVIDERS if name != "torch"]),
-    ]
-    chosen = list(dict.fromkeys(chosen))
-    if unknown := [name for name in chosen if name not in PROVIDERS]:
-        raise ProblemError(f"peer {unknown[0]!r} is not known; use {', '.join(PROVIDERS)}")
+    peers = chosen(options.peers, tuple(PROVIDERS), "peers") if options.peers else PROVIDERS
+    names = list(dict.fromkeys(["torch", *peers]))
     if options.rounds < 3:
         raise ProblemError(f"--rounds {options.rounds}: at least 3, and 15 for figures to keep")
     if options.db is not None:
@@ -83,7 +76,7 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
                 Tuner(device, stack.enter_context(Database.open(options.db, create=True)))
             )
         settings = Options(options.tune_cap, options.db)
-        for row in compared(problems, device, chosen, settings, options.rounds, tuner, options.effort):
+        for row in compared(problems, device, names, settings, options.rounds, tuner):
             if row["tune_seconds"] is None and (old := results.find(row)) is not None:
                 row["tune_seconds"] = old.get("tune_seconds")
             results.put(row)
@@ -91,9 +84,8 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
 
 
 def compared(
-    problems: list[Problem], device: Device, chosen: list[str], settings: Options, rounds: int,
-    tuner: Tuner | None, effort: Effort = "quick", trials: int | None = None,
-    known: Mapping[str, Provider] | None = None,
+    problems: list[Problem], device: Device, names: list[str], settings: Options, rounds: int,
+    tuner: Tuner | None, trials: int | None = None, known: Mapping[str, Provider] | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The row of each problem. With a tuner, problems without a confirmed record of these kernels are tuned
     first.
@@ -108,8 +100,8 @@ def compared(
     for index, problem in enumerate(problems):
         started, tune_seconds = time.perf_counter(), None
         if tuner and not (tuner.database and is_settled(tuner.database, problem, device)):
-            tune_seconds = round(tuner.tune(problem, effort=effort, trials=trials).seconds, 2)
-        row = measure(problem, device, backend, chosen, settings, rounds, known)
+            tune_seconds = round(tuner.tune(problem, trials=trials).seconds, 2)
+        row = measure(problem, device, backend, names, settings, rounds, known)
         yield row | {"tune_seconds": tune_seconds}
         brief = "  ".join(
             f"{name} {got['median_us']:.1f}" for name, got in row["providers"].items() if "median_us" in got
@@ -135,7 +127,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def measure(
-    problem: Problem, device: Device, backend: Backend, chosen: list[str], settings: Options, rounds: int,
+    problem: Problem, device: Device, backend: Backend, names: list[str], settings: Options, rounds: int,
     known: Mapping[str, Provider] | None = None, **durations: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The row of one problem, without its tuning time. known: the providers by name. durations: those of the
@@ -144,59 +136,51 @@ def measure(
     from benchmarks.interleave import interleave
     from benchmarks.providers import PROVIDERS, Contender, Skip
 
-    known = PROVIDERS if known is None else known
-    timed_of: dict[str, dict[str, Any]] = {name: {} for name in chosen}
-    contenders: dict[str, tuple[str, Contender]] = {}
-    for name in chosen:
+    timed_of: dict[str, dict[str, Any]] = {}
+    contenders: dict[str, dict[str, Contender]] = {}
+    for name in names:
         try:
-            for number, contender in enumerate(known[name](problem, device, settings)):
-                contenders[f"{name} {number}"] = name, contender
+            all_of = (PROVIDERS if known is None else known)[name](problem, device, settings)
+            contenders[name] = {f"{name} {number}": each for number, each in enumerate(all_of)}
         except Skip as skip:
-            timed_of[name]["skipped"] = str(skip)
-    runs = {key: contender.run for key, (_, contender) in contenders.items()}
+            timed_of[name] = {"skipped": str(skip)}
+    runs = {key: each.run for some in contenders.values() for key, each in some.items()}
     before = backend.telemetry()
     result = interleave(problem, runs, backend, l2_bytes=device.l2_bytes, rounds=rounds, **durations)
-    for name in chosen:
-        keys = [key for key, (owner, _) in contenders.items() if owner == name]
-        timed = [key for key in keys if key in result.timings]
-        if timed:
-            best = min(timed, key=lambda key: result.timings[key].median_us)
-            timing, contender = result.timings[best], contenders[best][1]
-            timed_of[name] = {
-                "median_us": round(timing.median_us, 3),
-                "iqr_us": round(timing.iqr_us, 3),
-                "tflops": round(problem.flops / timing.median_us / 1e6, 2),
-                "ratio": round(timing.ratio_to(result.timings["torch 0"]), 4),
-                "relative_error": timing.relative_error,
-            }
-            if result.shared:
-                # Of the same contender: its steady-state time decides which of a provider's is meant.
-                shared = result.shared[best].ratio_to(result.shared["torch 0"])
-                timed_of[name]["ratio_shared"] = round(shared, 4)
-            if contender.label:
-                timed_of[name]["label"] = contender.label
-            if contender.tune_seconds is not None:
-                timed_of[name]["tune_seconds"] = round(contender.tune_seconds, 2)
-            if len(keys) > 1:
-                timed_of[name]["contenders"] = len(timed)
-        elif keys:
-            timed_of[name] = {"skipped": result.skipped[keys[0]]}
+    for name, some in contenders.items():
+        timed = [key for key in some if key in result.timings]
+        if not timed:
+            timed_of[name] = {"skipped": result.skipped[next(iter(some))]}
+            continue
+        best = min(timed, key=lambda key: result.timings[key].median_us)
+        timing, contender = result.timings[best], some[best]
+        timed_of[name] = {
+            "median_us": round(timing.median_us, 3), "iqr_us": round(timing.iqr_us, 3),
+            "tflops": round(problem.flops / timing.median_us / 1e6, 2),
+            "ratio": round(timing.ratio_to(result.timings["torch 0"]), 4),
+            "relative_error": timing.relative_error,
+        }  # fmt: skip
+        if result.shared:
+            # Of the same contender: its steady-state time decides which of a provider's is meant.
+            shared = result.shared[best].ratio_to(result.shared["torch 0"])
+            timed_of[name]["ratio_shared"] = round(shared, 4)
+        if contender.label:
+            timed_of[name]["label"] = contender.label
+        if contender.tune_seconds is not None:
+            timed_of[name]["tune_seconds"] = round(contender.tune_seconds, 2)
+        if len(some) > 1:
+            timed_of[name]["contenders"] = len(timed)
     after = backend.telemetry()
-    del contenders, runs
+    del contenders, contender, runs, some, all_of
     gc.collect()  # graphs and compiled functions hold device memory in cycles
     backend.release()
     return problem_fields(problem) | {
         "epilogue": problem.epilogue or "none",
-        "providers": timed_of,
-        "tune_seconds": None,
-        "kernel_source": kernel_source_hash("cute_sm90"),
-        "noise": round(result.noise, 5),
-        "rounds": result.rounds,
-        "turn_ms": result.turn_ms,
-        "operand_sets": result.operand_sets,
-        "products_per_replay": result.products_per_replay,
-        "clocks": {"before": before, "after": after},
-    }
+        "providers": {name: timed_of[name] for name in names}, "tune_seconds": None,
+        "kernel_source": kernel_source_hash("cute_sm90"), "noise": round(result.noise, 5),
+        "rounds": result.rounds, "turn_ms": result.turn_ms, "operand_sets": result.operand_sets,
+        "products_per_replay": result.products_per_replay, "clocks": {"before": before, "after": after},
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import functools
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.command import command, parser_of
@@ -61,7 +60,7 @@ METHOD = "the best of each family by an interleave of five rounds, in which all 
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where a kernel was wrong."""
-    parser = parser_of("portable", __doc__)
+    parser = parser_of("benchmarks.portable", __doc__)
     parser.add_argument("--seconds", type=float, default=140.0, help="no new product after (%(default)g)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the forty)")
     parser.add_argument("--dtype", default="bf16", help="(default: %(default)s)")
@@ -73,36 +72,30 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace) -> int:
     """Races every product and writes the file; whether a kernel was wrong."""
+    from benchmarks.graphs import within
     from benchmarks.interleave import METHOD as INTERLEAVE
     from tunegemm.compile.artifacts import ArtifactStore
     from tunegemm.compile.pool import CompilePool
     from tunegemm.measure.backend import CudaBackend
 
-    deadline, wrong = time.monotonic() + options.seconds, 0
+    begun, wrong = time.monotonic(), 0
     with CompilePool(ArtifactStore()) as pool:
         kernels = Kernels(device, GENERATORS)
         compiled: dict[Problem, dict[Candidate, Future[CompileResult]]] = {}
         for problem in problems:
-            keys = {
-                kernel: families.generator(kernel.family).kernel_key(problem, kernel, device)
-                for kernel in first_kernels(problem, kernels, options.kernels)
-            }
-            compiled[problem] = {
-                candidate: pool.submit(candidate.family, key) for candidate, key in keys.items()
-            }
+            first = first_kernels(problem, kernels, options.kernels)
+            keys = {each: families.generator(each.family).kernel_key(problem, each, device) for each in first}
+            compiled[problem] = {each: pool.submit(each.family, key) for each, key in keys.items()}
         backend = CudaBackend(device)
         backend.open()
         results = Results.of(options.out, device, "portable.json", METHOD + INTERLEAVE)
-        for index, problem in enumerate(problems):
-            if time.monotonic() > deadline:
-                print(f"{len(problems) - index} products are left: the time is over", flush=True)
-                break
+        for problem in within(options.seconds - (time.monotonic() - begun), problems):
             objects = {item: future.result() for item, future in compiled[problem].items()}
             row = raced(problem, device, backend, objects)
             wrong += len(row["wrong"])
             results.summary = means(results.rows)
             results.put(row)
-            print(f"[{index + 1}/{len(problems)}] {problem}: {brief(row)}", flush=True)
+            print(f"{problem}: {brief(row)}", flush=True)
     results.summary = means(results.rows)
     results.put()
     print(results.summary["means"], f"wrong kernels: {wrong}", f"written: {results.path}", sep="\n")
@@ -143,9 +136,8 @@ def raced(
     wrong += [f"{name}: {why}" for name, why in first.skipped.items()]
     best: dict[str, Provider] = {}
     for name, each in contenders.items():
-        times = {
-            timed.median_us: item for item in each if (timed := first.timings.get(f"{name} {item.label}"))
-        }
+        labels = {f"{name} {item.label}": item for item in each}
+        times = {first.timings[label].median_us: labels[label] for label in labels.keys() & first.timings}
         if times:
             best[name] = functools.partial(lambda item, *_: [item], times[min(times)])
     row = measure(problem, device, backend, [*best], options, _ROUNDS, best, **_SECOND)
@@ -154,20 +146,13 @@ def raced(
 
 def algorithms(problem: Problem, device: Device) -> list[Contender]:
     """The library's algorithms: those of its heuristic, and one of each id that it accepts."""
-    from benchmarks.providers import Contender
-    from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, library
+    from benchmarks.providers import of_library
+    from tunegemm.generate.cublaslt import FAMILY, library
 
     named = FAMILY.discover(problem, device)
     if len(named) > 1:  # the library has algorithms for such operands
         named += library.one_of_each_id(problem, device.index, _WORKSPACE_BYTES)
-    results = []
-    for candidate in dict.fromkeys(named):
-        if candidate != TORCH_MM:
-            with suppress(ValueError):  # the library names algorithms that it then refuses
-                results.append(
-                    Contender(FAMILY.load(problem, candidate, device, None), FAMILY.label(candidate))
-                )
-    return results
+    return of_library(problem, device, named)
 
 
 def is_aligned(row: Mapping[str, Any]) -> bool:
@@ -180,11 +165,10 @@ def means(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The geometric mean of each family's ratios to torch.mm, of aligned products and of others."""
     ratios: dict[str, list[float]] = {}
     for row in rows:
+        kind = "aligned" if is_aligned(row) else "other"
         for name, timed in row["providers"].items():
             if name != "torch" and "ratio" in timed:
-                ratios.setdefault(f"{name}, {'aligned' if is_aligned(row) else 'other'}", []).append(
-                    timed["ratio"]
-                )
+                ratios.setdefault(f"{name}, {kind}", []).append(timed["ratio"])
     result = {name: [round(geometric_mean(each), 4), len(each)] for name, each in sorted(ratios.items())}
     return {"means": result}
 

@@ -11,7 +11,7 @@ import signal
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +21,11 @@ import torch
 from benchmarks.interleave import Run, one_line
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import FAMILY as LIBRARY
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.operands import make_operands
 
 if TYPE_CHECKING:
@@ -70,18 +72,21 @@ def torch_mm(problem: Problem, device: Device, options: Options) -> list[Contend
 
 def cublaslt(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """Every algorithm of cuBLASLt's heuristic, separately."""
-    family = LIBRARY
-    if (missing := family.unavailable()) is not None:
+    if (missing := LIBRARY.unavailable()) is not None:
         raise Skip(missing)
-    results = []
-    for candidate in family.discover(problem, device):
-        if candidate["algorithm"] != "torch.mm":
-            with contextlib.suppress(ValueError):  # the library names algorithms that it then refuses
-                results.append(
-                    Contender(family.load(problem, candidate, device, None), family.label(candidate))
-                )
-    if not results:
+    if not (results := of_library(problem, device, LIBRARY.discover(problem, device))):
         raise Skip("the heuristic returns no algorithm")
+    return results
+
+
+def of_library(problem: Problem, device: Device, candidates: Iterable[Candidate]) -> list[Contender]:
+    """Those of the library's algorithms that it does not refuse, without torch's own choice."""
+    results = []
+    for candidate in dict.fromkeys(candidates):
+        if candidate != TORCH_MM:
+            with contextlib.suppress(ValueError):  # the library names algorithms that it then refuses
+                launch = LIBRARY.load(problem, candidate, device, None)
+                results.append(Contender(launch, LIBRARY.label(candidate)))
     return results
 
 
@@ -194,20 +199,11 @@ def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contend
 
 
 #: In the order of the table; the first is the baseline.
-PROVIDERS: Mapping[str, Provider] = types.MappingProxyType(
-    {
-        "torch": torch_mm,
-        "cublaslt": cublaslt,
-        "quack": quack,
-        "inductor": inductor,
-        "gluon_wgmma": family_best("gluon_wgmma"),
-        "triton_tma": family_best("triton_tma"),
-        "cute_sm80": family_best("cute_sm80"),
-        "skinny": family_best("skinny"),
-        "tunegemm_cute": family_best("cute_sm90"),
-        "tunegemm": tunegemm,
-    }
-)
+PROVIDERS: Mapping[str, Provider] = {
+    "torch": torch_mm, "cublaslt": cublaslt, "quack": quack, "inductor": inductor,
+    **{name: family_best(name) for name in ("gluon_wgmma", "triton_tma", "cute_sm80", "skinny")},
+    "tunegemm_cute": family_best("cute_sm90"), "tunegemm": tunegemm,
+}  # fmt: skip
 
 
 def tuned(run: Run, problem: Problem, device: Device, options: Options) -> float:
