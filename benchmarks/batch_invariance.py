@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import math
 import sys
 import time
@@ -80,11 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per timing")
     parser.add_argument("--budget-s", type=float, default=200, help="begin no N x K later than that")
     options = parser.parse_args(arguments)
-    problems = [
-        of_kind(f"{LARGEST}x{text}", name)
-        for text in options.shapes.split(",")
-        for name in options.kinds.split(",")
-    ]
+    both = itertools.product(options.shapes.split(","), options.kinds.split(","))
+    problems = [of_kind(f"{LARGEST}x{text}", name) for text, name in both]
     return run(problems, find_device(options.device), options)
 
 
@@ -132,15 +130,11 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
 
 def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Differences, and the policy's cost as geometric means, over all rows of the file."""
-    return {
-        "differing": sum(row["differing"] for row in rows),
-        **{
-            f"geometric_mean_to_{other}": geometric_mean(
-                row[f"ratio_to_{other}"] for row in rows if row[f"ratio_to_{other}"]
-            )
-            for other in ("fastest", "torch", "triton")
-        },
-    }
+    result: dict[str, Any] = {"differing": sum(row["differing"] for row in rows)}
+    for other in ("fastest", "torch", "triton"):
+        ratios = [row[f"ratio_to_{other}"] for row in rows]
+        result[f"geometric_mean_to_{other}"] = geometric_mean(filter(None, ratios))
+    return result
 
 
 def product(problem: Problem) -> Callable[..., Any]:
@@ -180,6 +174,7 @@ def compare(
     import torch
 
     import tunegemm
+    from benchmarks import fixed_tiles
     from tunegemm.measure.operands import make_operands
 
     made = make_operands(problem, torch.device("cuda"), 0)
@@ -200,11 +195,8 @@ def compare(
         return result
 
     def unlike(how: Callable[..., Any], ms: Iterable[int], whole: Any) -> list[int]:
-        return [
-            m
-            for m in ms
-            if m <= problem.m and not torch.equal(how(*operands_of(m)).view(torch.uint8), whole[:m])
-        ]
+        here = (m for m in ms if m <= problem.m)
+        return [m for m in here if not torch.equal(how(*operands_of(m)).view(torch.uint8), whole[:m])]
 
     with warnings.catch_warnings(record=True) as said, tunegemm.policy("batch_invariant"), torch.no_grad():
         warnings.simplefilter("always", TunegemmWarning)
@@ -216,7 +208,7 @@ def compare(
         }
         del whole
         try:
-            theirs = fixed_tiles(problem)
+            theirs = fixed_tiles.of(problem)
             triton = len(unlike(theirs, sampled, theirs(*operands_of(problem.m)).view(torch.uint8)))
         except Exception:  # foreign code may raise anything; the line of its times reports it
             triton = None
@@ -224,15 +216,9 @@ def compare(
     return results, messages, triton
 
 
-def fixed_tiles(problem: Problem) -> Callable[..., Any]:
-    """What is written in Triton for the same end: a call of (a, b, *operands)."""
-    from benchmarks import fixed_tiles
-
-    return fixed_tiles.of(problem)
-
-
 def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, Any]:
     """The policy's speed beside `fastest`, torch's own operations and the Triton kernel."""
+    from benchmarks import fixed_tiles
     from benchmarks.interleave import interleave
     from tunegemm.choose.policies import Preference
     from tunegemm.generate.cublaslt.eager import torch_mm
@@ -249,7 +235,7 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
         return run
 
     def triton(a: Any, b: Any, out: Any, *operands: Any) -> Any:
-        return fixed_tiles(problem)(a, b, *operands)
+        return fixed_tiles.of(problem)(a, b, *operands)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # for products that `fastest` leaves to torch
@@ -266,11 +252,9 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
         "ratio_to_fastest": round(ours.ratio_to(result.timings["fastest"]), 4),
         "ratio_to_torch": round(ours.ratio_to(result.timings["torch"]), 4),
         "ratio_to_triton": round(ours.ratio_to(theirs), 4) if theirs else None,
-        "us": round(ours.median_us, 3),
-        "triton_us": round(theirs.median_us, 3) if theirs else None,
-        "triton_skipped": result.skipped.get("triton", ""),
-        "noise": round(result.noise, 5),
-    }
+        "us": round(ours.median_us, 3), "triton_us": round(theirs.median_us, 3) if theirs else None,
+        "triton_skipped": result.skipped.get("triton", ""), "noise": round(result.noise, 5),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
 
 def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
     """One prompt; the logits of its last token."""
-    ids = _tokens((1, size.prompt), size, place)
+    ids = tokens_of((1, size.prompt), size, place)
 
     def step() -> torch.Tensor:
         with torch.no_grad():
@@ -156,7 +156,7 @@ def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
 
 def decode(batch: int, model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
     """The next token of each sequence; the same token each time, at the end of a full cache."""
-    ids = _tokens((batch, 1), size, place)
+    ids = tokens_of((batch, 1), size, place)
     positions = torch.full((batch, 1), size.context, device=place)
     cache = _context(model, batch, size, place)
 
@@ -172,7 +172,7 @@ def train(
 ) -> Step:
     """Forward, backward and an optimizer's step, if there is one; returns the gradient of the first layer's
     first weight."""
-    ids = _tokens((size.sequences, size.prompt), size, place)
+    ids = tokens_of((size.sequences, size.prompt), size, place)
     watched = model.model.layers[0].self_attn.q_proj.weight
 
     def step() -> torch.Tensor:
@@ -199,7 +199,8 @@ WORKLOADS: Mapping[str, Callable[[Any, Size, torch.device], Step]] = {
 }
 
 
-def _tokens(shape: tuple[int, int], size: Size, place: torch.device) -> torch.Tensor:
+def tokens_of(shape: tuple[int, int], size: Size, place: torch.device) -> torch.Tensor:
+    """The same ones at each call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(size.vocabulary, shape, generator=generator).to(place)
 

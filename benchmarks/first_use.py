@@ -77,18 +77,14 @@ DIMENSIONS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.first_use", __doc__)
     parser.add_argument("--listed", type=int, default=1000, help="most shipped products, drawn by seed")
-    parser.add_argument(
-        "--unseen", type=int, default=30, help="products drawn by seed (default: %(default)s)"
-    )
+    parser.add_argument("--unseen", type=int, default=30, help="products drawn by seed (%(default)s)")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="the first N unseen: timed before")
     parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: plain bf16")
     parser.add_argument("--most-rows", type=int, default=MOST_ROWS, help="of unseen products")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--turns", type=int, default=5, help="steady-state rounds")
-    parser.add_argument(
-        "--within", type=float, default=math.inf, metavar="SECONDS", help="begin no product later"
-    )
+    parser.add_argument("--within", type=float, default=math.inf, help="begin no product after so many s")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as empty:
         os.environ.pop("TUNEGEMM_DB", None)
@@ -182,7 +178,6 @@ def measure(
         except ArtifactError as error:
             why = str(error)
     first: list[float] = []
-
     call = product(problem)
 
     def ours(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: torch.Tensor) -> Any:
@@ -191,10 +186,8 @@ def measure(
         first.append(1e3 * (time.perf_counter() - start))
         return result if problem.epilogue else None
 
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", TunegemmWarning
-        )  # for every product that falls back; the row records it
+    with warnings.catch_warnings():  # for every product that falls back; the row records it
+        warnings.simplefilter("ignore", TunegemmWarning)
         for attempt in range(ATTEMPTS):
             results = interleave(
                 problem, {"torch": torch_mm(problem), "tunegemm": ours}, backend, l2_bytes=device.l2_bytes,
@@ -204,20 +197,15 @@ def measure(
             if results.noise <= NOISE:
                 break
     backend.release()
-    return problem_fields(problem) | {
-        "epilogue": problem.epilogue,
-        "listed": listed,
-        "served": served,
+    torchs, own = results.timings["torch"], results.timings["tunegemm"]
+    return {
+        **problem_fields(problem), "epilogue": problem.epilogue, "listed": listed, "served": served,
         "predicted": selection.outcome in ("predicted", "near"),
         "expected": round(selection.predictions[0].expected, 4) if selection.predictions else None,
-        "why": why,
-        "torch_us": round(results.timings["torch"].median_us, 3),
-        "tunegemm_us": round(results.timings["tunegemm"].median_us, 3),
-        "ratio": round(results.timings["tunegemm"].ratio_to(results.timings["torch"]), 4),
-        "noise": round(results.noise, 5),
-        "turn_ms": results.turn_ms,
-        "first_ms": round(first[0], 1),
-    }
+        "why": why, "torch_us": round(torchs.median_us, 3), "tunegemm_us": round(own.median_us, 3),
+        "ratio": round(own.ratio_to(torchs), 4), "noise": round(results.noise, 5),
+        "turn_ms": results.turn_ms, "first_ms": round(first[0], 1),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

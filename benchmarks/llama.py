@@ -27,7 +27,7 @@ import torch
 
 import tunegemm
 from benchmarks import harness
-from benchmarks.clients import Size, build
+from benchmarks.clients import Size, build, tokens_of
 from benchmarks.command import add_names, command
 from benchmarks.graphs import within
 from benchmarks.harness import Step
@@ -47,7 +47,7 @@ PROMPT, NEW_TOKENS = 128, 32
 
 def forward(tokens: int, model: Any, size: Size, place: torch.device) -> Step:
     """One prompt; the logits of its last token."""
-    ids = _prompts(1, tokens, size, place)
+    ids = tokens_of((1, tokens), size, place)
 
     def step() -> torch.Tensor:
         with torch.no_grad():
@@ -59,7 +59,7 @@ def forward(tokens: int, model: Any, size: Size, place: torch.device) -> Step:
 
 def generate(sequences: int, model: Any, size: Size, place: torch.device) -> Step:
     """Greedy generation of the tokens after so many prompts."""
-    ids = _prompts(sequences, PROMPT, size, place)
+    ids = tokens_of((sequences, PROMPT), size, place)
     mask = torch.ones_like(ids)
 
     def step() -> torch.Tensor:
@@ -176,19 +176,9 @@ def first_call(workload: str, mode: str, size: Size, place: torch.device) -> dic
             if len(seconds) == 1:
                 graphs = counters["stats"]["unique_graphs"]
     return {
-        "workload": f"first {workload}",
-        "mode": mode,
-        "layers": size.layers,
-        "dtype": "bf16",
-        "graphs": graphs,
-        "seconds": seconds[0],
-        "second_call_seconds": seconds[1],
-    }
-
-
-def _prompts(count: int, tokens: int, size: Size, place: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(size.vocabulary, (count, tokens), generator=generator).to(place)
+        "workload": f"first {workload}", "mode": mode, "layers": size.layers, "dtype": "bf16",
+        "graphs": graphs, "seconds": seconds[0], "second_call_seconds": seconds[1],
+    }  # fmt: skip
 
 
 def _collect(place: torch.device) -> None:

@@ -95,6 +95,12 @@ def clocks(device: Device) -> dict[str, Any]:
     }
 
 
+def own_environment(folder: Path) -> dict[str, str]:
+    """Of a process that has none of the user's data, but the same packages, in any folder."""
+    paths = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
+    return os.environ | {"XDG_DATA_HOME": str(folder / "data"), "PYTHONPATH": paths}
+
+
 def problem_fields(problem: Problem) -> dict[str, Any]:
     """The columns that name a problem in every result file."""
     return {

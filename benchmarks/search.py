@@ -19,7 +19,6 @@ import argparse
 import random
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
@@ -30,7 +29,7 @@ from benchmarks.command import command, parser_of
 from benchmarks.results import Results, command_line, problem_fields, results_path
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate, Value
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.feasibility import Verdict
 from tunegemm.measure.outcome import Measurement
@@ -41,6 +40,7 @@ from tunegemm.search.efforts import EFFORTS
 from tunegemm.search.samplers import NAMES, sampler_of
 from tunegemm.search.study import ProblemStudy, StudySpace
 
+FAMILY = "cute_sm90"
 COUNTS = (8, 16, 32, 64)
 STEADY = "-steady"
 #: Sweeps that everybody may replay, and those that are used only to compare searches.
@@ -75,21 +75,19 @@ def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed
             study.tell(candidate, values[candidate])
 
 
-def search_of(order: Sequence[Candidate], values: Values, trials: int) -> Search:
-    """A quick search of the recorded candidates, which are in the model's order."""
-    lists = value_lists(values)
-    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
-    return Search(
-        first_of_each_kernel(order), {name: lists[name] for name in lists if name in launch_names},
-        EFFORTS["quick"].plan, allowed=values.__contains__, trials=trials,
-    )  # fmt: skip
-
-
 def study_of_sweep(
     problem: Problem, values: Values, device: Device, *, sampler: str, trials: int, seed: int = 0
 ) -> ProblemStudy:
-    """The study of a tuning with the recorded candidates of one family only."""
-    search = search_of(list(by_model(problem, values, device, seed)), values, trials)
+    """The study of a quick tuning with the recorded candidates of one family only."""
+    launch_names = {name for candidate in values for name, _ in candidate.launch_params}
+    lists = {
+        name: sorted({each[name] for each in values if name in each.params}, key=lambda v: (str(type(v)), v))
+        for name in sorted(launch_names)
+    }
+    search = Search(
+        first_of_each_kernel(list(by_model(problem, values, device, seed))), lists,
+        EFFORTS["quick"].plan, allowed=values.__contains__, trials=trials,
+    )  # fmt: skip
     return ProblemStudy(
         Portfolio([search], EFFORTS["quick"].plan), StudySpace([], candidates=values),
         verdict=lambda point: Verdict("recorded", f"{point} is not in the recording"),
@@ -106,23 +104,12 @@ STRATEGIES: dict[str, Strategy] = {
 _SEEDS = {"model": 1, "roofline": 1, "gp": 2}
 
 
-def value_lists(candidates: Values) -> dict[str, tuple[Value, ...]]:
-    """The values of each parameter, in ascending order."""
-    lists: dict[str, set[Value]] = defaultdict(set)
-    for candidate in candidates:
-        for name, value in candidate.params.items():
-            lists[name].add(value)
-    return {
-        name: tuple(sorted(listed, key=lambda v: (str(type(v)), v))) for name, listed in sorted(lists.items())
-    }
-
-
-def recorded_values(sweep: Sweep, family: str) -> dict[Candidate, float | None]:
-    """The recorded ratio of each candidate of the family, None where it failed."""
+def recorded_values(sweep: Sweep) -> dict[Candidate, float | None]:
+    """The recorded ratio of each candidate of `FAMILY`, None where it failed."""
     return {
         candidate: outcome.ratio if isinstance(outcome, Measurement) else None
         for candidate, outcome in sweep.outcomes.items()
-        if candidate.family == family
+        if candidate.family == FAMILY
     }
 
 
@@ -153,20 +140,12 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.search", __doc__, gpu=False)
-    parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (default: %(default)s)")
-    parser.add_argument(
-        "--sweeps",
-        type=Path,
-        help=f"folder of recorded GPUs (default: where NAME is of {', '.join(FOLDERS)})",
-    )
-    parser.add_argument("--family", default="cute_sm90")
+    parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (%(default)s)")
+    parser.add_argument("--sweeps", type=Path, help=f"folder of recordings (default: {', '.join(FOLDERS)})")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
-    parser.add_argument(
-        "--seeds", type=int, default=10, help="of strategies by chance (default: %(default)s)"
-    )
+    parser.add_argument("--seeds", type=int, default=10, help="of strategies by chance (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder of search.json (default: that of the GPU)")
-    options = parser.parse_args(arguments)
-    run(options)
+    run(parser.parse_args(arguments))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -175,9 +154,8 @@ def run(options: argparse.Namespace) -> None:
     Raises TunegemmError for an unknown strategy, and if no sweep has the family.
     """
     names = options.strategies.split(",")
-    for name in names:
-        if name not in STRATEGIES:
-            raise TunegemmError(f"--strategies {name}: use {', '.join(STRATEGIES)}")
+    if unknown := [name for name in names if name not in STRATEGIES]:
+        raise TunegemmError(f"--strategies {unknown[0]}: use {', '.join(STRATEGIES)}")
     root = options.sweeps or root_of(options.recorded)
     replays = {"interleaved": open_replay(options.recorded, root=root)}
     if (root / (options.recorded + STEADY)).is_dir():
@@ -194,7 +172,7 @@ def run(options: argparse.Namespace) -> None:
     for timing, replay in replays.items():
         for problem in replay.problems():
             sweep = replay.sweep(problem)
-            values = recorded_values(sweep, options.family)
+            values = recorded_values(sweep)
             if not any(values.values()):
                 continue
             printed = True
@@ -219,7 +197,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
             results.put(*rows)
     if not printed:
-        raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {options.family}")
+        raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {FAMILY}")
     results.summary = {"strategies": summary(results.rows)}
     results.put()
     for item in results.summary["strategies"]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, geometric_mean, problem_fields
+from benchmarks.results import Results, geometric_mean, own_environment, problem_fields
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -52,11 +52,9 @@ _ENDING_S = 60.0
 #: Most seconds for a peer's process besides its tuning: imports, torch.mm, the interleave.
 _BESIDE_S = 60.0
 
-_WITH_LIBRARY = ("-m", "tunegemm")
 #: As if the package had no compiled kernels. The tuning process alone looks for them.
 _WITHOUT = (
-    "-c",
-    "from tunegemm.store import packs; packs.shipped = lambda: None; from tunegemm.cli import main; main()",
+    "from tunegemm.store import packs; packs.shipped = lambda: None; from tunegemm.cli import main; main()"
 )
 _PEER = "import sys; from benchmarks.tuning_many import print_peer; print_peer(*sys.argv[1:])"
 
@@ -103,14 +101,12 @@ def run(problems: Sequence[Problem], device: Device, results: Results, options: 
     where = ["--device", options.device]
     if options.devices:
         mode, where = f"{mode}, devices {options.devices}", ["--devices", options.devices]
-    words = [sys.executable, *(_WITHOUT if options.without_library else _WITH_LIBRARY)]
-    words += ["tune", "--from", str(options.list.absolute()), *where]
+    program = ("-c", _WITHOUT) if options.without_library else ("-m", "tunegemm")
+    words = [sys.executable, *program, "tune", "--from", str(options.list.absolute()), *where]
     with tempfile.TemporaryDirectory(prefix="tunegemm-", ignore_cleanup_errors=True) as folder:
         cache = Path(folder) / "cache"
-        environment = own_environment(Path(folder)) | {
-            "TUNEGEMM_CACHE_DIR": str(cache),
-            "TUNEGEMM_DB": str(database),
-        }
+        own = {"TUNEGEMM_CACHE_DIR": str(cache), "TUNEGEMM_DB": str(database)}
+        environment = own_environment(Path(folder)) | own
         started = time.time()
         with database.with_suffix(".log").open("w") as log:
             code = interrupted_after(options.budget, words, environment, Path(folder), log)
@@ -119,16 +115,12 @@ def run(problems: Sequence[Problem], device: Device, results: Results, options: 
     rows = stored_rows(database, started, is_one_gpu=not options.devices)
     results.rows = [row for row in results.rows if row.get("mode") != mode]
     results.summary[mode] = {
-        "products": len(problems),
-        "reached": len(rows),
-        "done": sum(row["done"] for row in rows),
-        "seconds": round(seconds, 1),
-        "budget_s": options.budget,
-        "exit_code": code,
-        "first_s": min((row["first_s"] for row in rows), default=None),
-        "compiled": compiled,
+        "products": len(problems), "reached": len(rows), "done": sum(row["done"] for row in rows),
+        "seconds": round(seconds, 1), "budget_s": options.budget, "exit_code": code,
+        "first_s": min((row["first_s"] for row in rows), default=None), "compiled": compiled,
         "measured": sum(row["measured"] for row in rows),
-    } | _speeds([row["ratio"] for row in rows if row["done"]])
+        **_speeds([row["ratio"] for row in rows if row["done"]]),
+    }  # fmt: skip
     results.put(*(row | {"mode": mode} for row in rows))
     print(f"{mode}: " + ", ".join(f"{name} {value}" for name, value in results.summary[mode].items()))
     if code not in (0, 130):
@@ -155,14 +147,6 @@ def interrupted_after(
             process.wait()
 
 
-def own_environment(folder: Path) -> dict[str, str]:
-    """Hides the user's data, but keeps the same packages."""
-    return os.environ | {
-        "XDG_DATA_HOME": str(folder / "data"),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path])),
-    }
-
-
 def stored_rows(location: Path, started: float, *, is_one_gpu: bool) -> list[dict[str, Any]]:
     """A row for each product that has a measurement, in the order in which they ended.
 
@@ -179,19 +163,14 @@ def stored_rows(location: Path, started: float, *, is_one_gpu: bool) -> list[dic
     for problem, own in sorted(entries.items(), key=lambda item: max(e.measured_at for e in item[1])):
         times = [entry.measured_at.timestamp() - started for entry in own]
         record = records.get(problem)
-        rows.append(
-            problem_fields(problem)
-            | {
-                "done": record is not None and record.confirmed,
-                "ratio": round(record.ratio, 4) if record else None,
-                "best": record.label if record else "",
-                "at_cap": any(entry.method in STEADY_METHODS for entry in own),
-                "measured": len({entry.candidate for entry in own}),
-                "first_s": round(min(times), 2),
-                "last_s": round(max(times), 2),
-                "seconds": round(max(times) - before_s, 2) if is_one_gpu else None,
-            }
-        )
+        rows.append({
+            **problem_fields(problem), "done": record is not None and record.confirmed,
+            "ratio": round(record.ratio, 4) if record else None, "best": record.label if record else "",
+            "at_cap": any(entry.method in STEADY_METHODS for entry in own),
+            "measured": len({entry.candidate for entry in own}),
+            "first_s": round(min(times), 2), "last_s": round(max(times), 2),
+            "seconds": round(max(times) - before_s, 2) if is_one_gpu else None,
+        })  # fmt: skip
         before_s = max(times)
     return rows
 
@@ -209,11 +188,10 @@ def run_peer(name: str, problems: Sequence[Problem], device: Device, results: Re
         rows.append(problem_fields(problem) | {"mode": name} | peer(name, problem, device, most_s))
         timed = [row for row in rows if row["seconds"] is not None]
         results.summary[name] = {
-            "products": len(rows),
-            "done": len(timed),
-            "limit_s": most_s,
+            "products": len(rows), "done": len(timed), "limit_s": most_s,
             "median_s": statistics.median(row["seconds"] for row in timed) if timed else None,
-        } | _speeds([row["ratio"] for row in timed])
+            **_speeds([row["ratio"] for row in timed]),
+        }  # fmt: skip
         results.put(rows[-1])
         print(json.dumps(rows[-1]), flush=True)
 

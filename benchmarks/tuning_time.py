@@ -16,7 +16,6 @@ database. `measured` and `compiled` belong to the first process.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 
 from benchmarks import shapes
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, problem_fields
+from benchmarks.results import Results, own_environment, problem_fields
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -109,35 +108,22 @@ def timed(problem: Problem, device: Device) -> dict[str, Any]:
         cold = process(problem, device, "cold", Path(folder))
         cold_s = time.time() - begin
         warm = process(problem, device, "warm", Path(folder))
-    return problem_fields(problem) | {
-        "at_cap": cold["at_cap"],
-        "first_s": warm["first_s"],
-        "warm_s": warm["seconds"],
-        "next_s": warm["next_s"],
-        "cold_s": round(cold_s, 2),
-        "imports_s": warm["imports_s"],
-        "ready_s": warm["ready_s"],
+    return {
+        **problem_fields(problem), "at_cap": cold["at_cap"], "first_s": warm["first_s"],
+        "warm_s": warm["seconds"], "next_s": warm["next_s"], "cold_s": round(cold_s, 2),
+        "imports_s": warm["imports_s"], "ready_s": warm["ready_s"],
         "searched_s": round(warm["imports_s"] + warm["seconds"] - (warm["ready_s"] or warm["imports_s"]), 2),
-        "measured": cold["measured"],
-        "compiled": cold["compiled"],
-        "ratio": cold["ratio"],
-        "warm_ratio": warm["ratio"],
-        "best": cold["best"],
-        "note": cold["note"] or warm["note"],
-    }
+        "measured": cold["measured"], "compiled": cold["compiled"], "ratio": cold["ratio"],
+        "warm_ratio": warm["ratio"], "best": cold["best"], "note": cold["note"] or warm["note"],
+    }  # fmt: skip
 
 
 def process(problem: Problem, device: Device, name: str, root: Path) -> dict[str, Any]:
     """The process's output. Its databases are its own; the next process shares the kernels under `root`."""
     work = root / name
     work.mkdir()
-    paths = os.pathsep.join(filter(None, sys.path))
-    environment = os.environ | {
-        "TUNEGEMM_CACHE_DIR": str(root / "cache"),
-        "TUNEGEMM_DB": str(work / "none.sqlite"),
-        "XDG_DATA_HOME": str(root / "data"),
-        "PYTHONPATH": paths,
-    }
+    own = {"TUNEGEMM_CACHE_DIR": str(root / "cache"), "TUNEGEMM_DB": str(work / "none.sqlite")}
+    environment = own_environment(root) | own
     words = [sys.executable, "-c", _PROCESS, problem.shape, device.spec, name, str(time.time())]
     ran = subprocess.run(words, cwd=work, env=environment, capture_output=True, text=True, check=False)
     if ran.returncode:

@@ -170,17 +170,13 @@ def measure(
     setting = ours.setting
     pairs = zip(samples["tunegemm"], samples["vllm"], samples["again"], strict=True)
     return {
-        "dtype": setting.dtype,
-        "mode": "batch_invariant" if setting.is_invariant else "fastest",
-        "phase": phase,
-        "sequences": sequences,
-        "layers": setting.layers,
+        "dtype": setting.dtype, "mode": "batch_invariant" if setting.is_invariant else "fastest",
+        "phase": phase, "sequences": sequences, "layers": setting.layers,
         "tokens_per_s": round(statistics.median(samples["tunegemm"]), 1),
         "engine_tokens_per_s": round(statistics.median(samples["vllm"] + samples["again"]), 1),
         "ratio": round(statistics.median(mine / ((item + two) / 2) for mine, item, two in pairs), 5),
-        "noise": round(aa_noise(samples["again"], samples["vllm"]), 5),
-        "rounds": rounds,
-    }
+        "noise": round(aa_noise(samples["again"], samples["vllm"]), 5), "rounds": rounds,
+    }  # fmt: skip
 
 
 def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]:
