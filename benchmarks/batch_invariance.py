@@ -95,7 +95,7 @@ def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace
     backend = CudaBackend(device)
     backend.open()
     started, different = time.monotonic(), 0
-    earlier = results.earlier_summary.get("left_out", [])
+    earlier = results.summary.get("left_out", [])
     left_out = list(dict.fromkeys([*earlier, *map(str, problems)]))
     for problem in problems:
         begun = time.monotonic()

@@ -93,9 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.model_parser("benchmarks.clients", __doc__, rounds=11)
     parser.add_argument("--model", choices=("8B", "1B"), default="8B", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="decoder layers (default: 2 of the 32 of 8B, all of 1B)")
-    parser.add_argument(
-        "--tiny", dest="model", action="store_const", const="tiny", help="a model of a few thousand weights"
-    )
+    few = "a model of a few thousand weights"
+    parser.add_argument("--tiny", dest="model", action="store_const", const="tiny", help=few)
     parser.add_argument("--sequences", type=int, default=1, help="prompts of a training step")
     add_names(parser, "workloads", WORKLOADS)
     add_names(parser, "modes", MODES)
@@ -128,16 +127,10 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
     except ImportError as error:
         raise ClientError(f"{error}; pip install 'tunegemm[bench]'") from None
     config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=2 * size.prompt,
-        attn_implementation="sdpa",
-        tie_word_embeddings=size.tied,
-    )
+        vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
+        max_position_embeddings=2 * size.prompt, attn_implementation="sdpa", tie_word_embeddings=size.tied,
+    )  # fmt: skip
     torch.manual_seed(0)
     with place:
         return LlamaForCausalLM(config).to(torch.bfloat16).eval()
@@ -252,12 +245,9 @@ def _context(model: LlamaForCausalLM, batch: int, size: Size, place: torch.devic
 
 
 def measure(
-    workload: str,
-    models: Mapping[str, LlamaForCausalLM],
-    size: Size,
-    place: torch.device,
+    workload: str, models: Mapping[str, LlamaForCausalLM], size: Size, place: torch.device,
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each mode; without times on a CPU. models: torch and tunegemm."""
     make, modes, rounds = WORKLOADS[workload], options.modes, options.rounds
     reference = copy.deepcopy(models["torch"]).float()
@@ -289,8 +279,9 @@ def measure(
     samples = harness.interleave(steps, rounds, options.sample_ms) if place.type == "cuda" else {}
     rows = []
     for mode in modes:
-        row: dict[str, Any] = {"workload": workload, "mode": mode, "model": options.model}
-        row |= {"layers": size.layers, "dtype": "bf16"}
+        row: dict[str, Any] = {
+            "workload": workload, "mode": mode, "model": options.model, "layers": size.layers, "dtype": "bf16"
+        }  # fmt: skip
         if workload == "train":
             row |= {"sequences": size.sequences} if size.sequences > 1 else {}
             row |= {"tokens": size.sequences * size.prompt}

@@ -10,6 +10,7 @@ architecture and compiler version, which the next run replaces; a row has no ker
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,14 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def drawn(family: str, device: Device, count: int) -> Iterator[tuple[Problem, Candidate]]:
     """So many kernels that the rules accept, in turns of the problems, each once."""
-    each = [accepted(family, problem, device, count) for problem in PROBLEMS]
-    place = 0
-    while count > 0 and any(place < len(kernels) for kernels in each):
-        for problem, kernels in zip(PROBLEMS, each, strict=True):
-            if place < len(kernels) and count > 0:
-                count -= 1
-                yield problem, kernels[place]
-        place += 1
+    each = [
+        [(problem, kernel) for kernel in accepted(family, problem, device, count)] for problem in PROBLEMS
+    ]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*each))
+    return itertools.islice(filter(None, turns), count)
 
 
 def compiled(pool: CompilePool, family: str, device: Device, count: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ concurrent and killed processes leave.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -25,7 +24,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import RESULTS
+from benchmarks.command import parser_of
+from benchmarks.results import RESULTS, command_line
 from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, Fingerprint, device_from_part, package_version
 from tunegemm.describe.problem import Problem
@@ -62,21 +62,16 @@ def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measur
         for part in ("h200", "h100-sxm")
     ]
     with closing(sqlite3.connect(path)) as connection, connection:
-        _insert(
-            connection,
-            "fingerprints",
-            ({"id": i, "digest": each.digest, **each.asdict()} for i, each in enumerate(fingerprints, 1)),
+        rows: Any = (
+            each.asdict() | {"id": i, "digest": each.digest} for i, each in enumerate(fingerprints, 1)
         )
+        _insert(connection, "fingerprints", rows)
         _insert(connection, "candidates", _candidates())
-        _insert(
-            connection,
-            "problems",
-            (document_of(each) | {"id": i} for i, each in enumerate(_problems(shapes), 1)),
-        )
+        rows = (document_of(each) | {"id": i} for i, each in enumerate(_problems(shapes), 1))
+        _insert(connection, "problems", rows)
         records: list[dict[str, Any]] = []
-        _insert(
-            connection, "measurements", _measurements(chance, shapes, len(fingerprints), measured, records)
-        )
+        rows = _measurements(chance, shapes, len(fingerprints), measured, records)
+        _insert(connection, "measurements", rows)
         _insert(connection, "records", records)
         _insert(connection, "choices", ({name: r[name] for name in _CHOICE} for r in records))
     with closing(sqlite3.connect(path)) as connection:
@@ -95,11 +90,9 @@ def _problems(shapes: int) -> Iterator[Problem]:
 
 def _candidates() -> Iterator[dict[str, Any]]:
     for key in range(1, _KERNELS + _VENDORS + 1):
-        if key <= _VENDORS:
-            candidate = Candidate.make(
-                "cublaslt", {"algorithm": "torch.mm" if key == 1 else f"heuristic-{key}"}
-            )
-        else:
+        algorithm = "torch.mm" if key == 1 else f"heuristic-{key}"
+        candidate = Candidate.make("cublaslt", {"algorithm": algorithm})
+        if key > _VENDORS:
             candidate = Candidate.make(
                 "cute_sm90",
                 {"tile_m": 128, "tile_n": 8 * (key % 32 + 1), "tile_k": 64, "stages": 4, "cluster_m": 2,
@@ -169,9 +162,8 @@ def _samples(chance: random.Random, count: int) -> tuple[str, str, float]:
             baseline = [100 * chance.gauss(1, 0.003) for _ in range(count)]
             own = [value / ratio * chance.gauss(1, 0.003) for value in baseline]
             median = statistics.median(b / s for b, s in zip(baseline, own, strict=True))
-            draws.append(
-                (json.dumps(own, separators=(",", ":")), json.dumps(baseline, separators=(",", ":")), median)
-            )
+            first, second = (json.dumps(values, separators=(",", ":")) for values in (own, baseline))
+            draws.append((first, second, median))
         _POOL[count] = draws
     return chance.choice(_POOL[count])
 
@@ -224,7 +216,7 @@ def meta() -> dict[str, Any]:
     cpus = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
             if line.startswith("model name")]  # fmt: skip
     return {
-        "command": " ".join(["python", "-m", "benchmarks.database", *sys.argv[1:]]),
+        "command": command_line(sys.argv),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": f"{os.cpu_count()} x {cpus[0] if cpus else platform.machine()}",
         "load_before": round(os.getloadavg()[0], 2),
@@ -234,9 +226,7 @@ def meta() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of("benchmarks.database", __doc__, gpu=False)
     parser.add_argument("--folder", type=Path, help="where databases are made; 2 GB (default: temporary)")
     parser.add_argument("--out", type=Path, default=OUT, help=f"JSON file to write (default: {OUT})")
     arguments = parser.parse_args()

@@ -80,11 +80,9 @@ def first_uses(rows: Rows) -> Figure:
         alpha=0.6, mew=0, label=f"served: {len(results)}",
     )  # fmt: skip
     axes.set(
-        xlim=(low, high),
-        ylim=(low, high),
-        xlabel="expected, times torch.mm",
+        xlim=(low, high), ylim=(low, high), xlabel="expected, times torch.mm",
         ylabel="measured, times torch.mm",
-    )
+    )  # fmt: skip
     axes.grid()
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     figure.text(0.02, 0.955, "Predicted and measured gain", weight="bold", fontsize=12, va="center")

@@ -20,16 +20,9 @@ import torch
 
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.launching import Launcher
+from tunegemm.measure import operands as made
 from tunegemm.measure.backend import Backend, warm_us
-from tunegemm.measure.operands import (
-    Operands,
-    check,
-    count_sets,
-    expected,
-    make_operands,
-    restore,
-    tolerance,
-)
+from tunegemm.measure.operands import Operands, make_operands, tolerance
 from tunegemm.measure.race import Runner, SteadyState, race
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
@@ -97,20 +90,10 @@ class Interleave:
 
 
 def interleave(
-    problem: Problem,
-    runs: Mapping[str, Run],
-    backend: Backend,
-    *,
-    l2_bytes: int,
-    rounds: int = 15,
-    min_replay_ms: float = 1.0,
-    settle_s: float = 1.0,
-    turn_ms: float = 160.0,
-    turns: int = 7,
-    settle_steady_s: float = _SETTLE_STEADY_S,
-    seed: int = 0,
-    tolerances: Mapping[str, float] | None = None,
-) -> Interleave:
+    problem: Problem, runs: Mapping[str, Run], backend: Backend, *, l2_bytes: int, rounds: int = 15,
+    min_replay_ms: float = 1.0, settle_s: float = 1.0, turn_ms: float = 160.0, turns: int = 7,
+    settle_steady_s: float = _SETTLE_STEADY_S, seed: int = 0, tolerances: Mapping[str, float] | None = None,
+) -> Interleave:  # fmt: skip
     """Checks every callable against fp32, captures the correct ones, and times them together.
 
     The first of `runs` is the baseline: it is captured twice, which yields the noise. A replay runs all
@@ -118,9 +101,9 @@ def interleave(
     a round gives each `turn_ms` alone, `turns` times (docs/decisions/0012); turn_ms 0: never. `backend` is
     open. Raises RuntimeError if the baseline itself fails.
     """
-    count = count_sets(problem, l2_bytes, backend.free_bytes())
+    count = made.count_sets(problem, l2_bytes, backend.free_bytes())
     sets = [make_operands(problem, backend.torch_device, seed + index) for index in range(count)]
-    wanted = expected(problem, sets[0])
+    wanted = made.expected(problem, sets[0])
     baseline = next(iter(runs))
     errors: dict[str, float] = {}
     skipped: dict[str, str] = {}
@@ -182,7 +165,7 @@ def _verdict(
     limit: float, run: Run, operands: Operands, wanted: torch.Tensor, backend: Backend
 ) -> float | str:
     """The relative error of a correct result, or the reason for a failure. This call is also the warm-up."""
-    restore(operands)
+    made.restore(operands)
     results: list[torch.Tensor | None] = []
     try:
         backend.launch(lambda *arguments: results.append(run(*arguments)), operands)
@@ -190,7 +173,7 @@ def _verdict(
         return one_line(error)
     if isinstance(results[0], torch.Tensor):
         operands = dataclasses.replace(operands, out=results[0])
-    result = check(operands, wanted)
+    result = made.check(operands, wanted)
     return result.objection(limit) or result.relative_error
 
 

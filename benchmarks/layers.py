@@ -196,11 +196,11 @@ class Whole(nn.Module):
     def __init__(self, block: Block) -> None:
         super().__init__()
         assert isinstance(block.attention, Attention) and isinstance(block.mlp, MLP)
-        self.attention, self.n1, self.n2, self.act = (
+        self.attention, self.act, self.n1, self.n2 = (
             block.attention,
+            block.mlp.act,
             block.before,
             block.between,
-            block.mlp.act,
         )
         self.q, self.k, self.v = block.attention.q_proj, block.attention.k_proj, block.attention.v_proj
         self.o, self.gate, self.up = block.attention.o_proj, block.mlp.gate_proj, block.mlp.up_proj
@@ -226,20 +226,13 @@ def build(size: Size, place: torch.device, sequences: int) -> nn.Sequential:
 
 def merged(model: nn.Sequential, *, compiles: bool) -> nn.Sequential:
     """The same layers with merged weights; compiles: whether to compile the gates, if nothing else is."""
-    blocks = [_copied(block) for block in model]
-    for block in blocks:
+    result: nn.Sequential = harness.twin(model)
+    for block in result:
         assert isinstance(block.attention, Attention)
         block.attention = MergedAttention(block.attention)
         if isinstance(block.mlp, MLP):
             block.mlp = MergedMLP(block.mlp, compiles=compiles)
-    return nn.Sequential(*blocks)
-
-
-def _copied(block: Any) -> Any:
-    """A block with the same modules, some of which may be replaced."""
-    made = copy.copy(block)
-    made._modules = dict(block._modules)
-    return made
+    return result
 
 
 @command
@@ -249,9 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_names(parser, "models", SIZES)
     add_names(parser, "rows", ROWS, help="tokens of a prompt, or dN: default %(default)s")
     add_names(parser, "modes", MODES)
-    parser.add_argument(
-        "--with-inductor", type=int, default=0, metavar="N", help="Inductor, too, for up to N rows"
-    )
+    parser.add_argument("--with-inductor", type=int, default=0, help="time it, too, for up to so many rows")
     parser.add_argument("--sample-ms", type=float, default=harness.SAMPLE_MS, help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
     options = parser.parse_args(arguments)
@@ -264,10 +255,7 @@ def run(options: argparse.Namespace) -> int:
     """A row for each model, number of rows and mode; prints and writes them."""
     place, results = harness.opened(options, "layers.json", METHOD)
     torch._dynamo.config.recompile_limit = 64  # of `_gate`
-    phases = [
-        [mode for mode in options.modes if mode != "inductor"],
-        [m for m in options.modes if m == "inductor"],
-    ]
+    phases = [[m for m in options.modes if (m == "inductor") is last] for last in (False, True)]
     wrong = 0
     cases = [*itertools.product(filter(None, phases), options.rows, options.models)]
     for modes, rows, model in within(options.within, cases):
@@ -293,12 +281,7 @@ def _made(size: Size, rows: str, place: torch.device) -> tuple[nn.Sequential, to
 
 
 def measure(
-    name: str,
-    size: Size,
-    rows: str,
-    place: torch.device,
-    modes: Sequence[str],
-    options: argparse.Namespace,
+    name: str, size: Size, rows: str, place: torch.device, modes: Sequence[str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each mode; without times on a CPU."""
     model, x = _made(size, rows, place)
@@ -311,8 +294,7 @@ def measure(
         steps = _steps(mode, model, x, options.with_inductor)
         errors = {library: harness.error_of(step(), expected) for (_, library), step in steps.items()}
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
-        row["sample_ms"] = options.sample_ms
-        row |= harness.quality(errors["torch"], errors["tunegemm"])
+        row |= {"sample_ms": options.sample_ms} | harness.quality(errors["torch"], errors["tunegemm"])
         if place.type == "cuda":
             rounds, sample_ms = options.rounds, options.sample_ms
             if mode == "backend":

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,18 +58,15 @@ def folder_of(gpu: str) -> Path:
 def meta(device: Device, method: str, *packages: str) -> dict[str, Any]:
     """How this run measures its rows. packages: further ones that rows depend on."""
     command = command_line(sys.argv)
+    versions = {name: version for name in _PACKAGES if (version := package_version(name))}
+    versions |= {"cuda": device.fingerprint.cuda, "python": platform.python_version()}
     return {
-        "command": command,
-        "code": hash_of(blobs_now(measured_by(command))),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "gpu": device.name,
+        "command": command, "code": hash_of(blobs_now(measured_by(command))),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": device.name,
         "driver": device.fingerprint.driver,
-        "packages": {name: version for name in _PACKAGES if (version := package_version(name))}
-        | {"cuda": device.fingerprint.cuda, "python": ".".join(map(str, sys.version_info[:3]))}
-        | {package: package_version(package) for package in packages},
-        "clocks": clocks(device),
-        "method": method,
-    }
+        "packages": versions | {name: package_version(name) for name in packages},
+        "clocks": clocks(device), "method": method,
+    }  # fmt: skip
 
 
 def command_line(arguments: list[str]) -> str:
@@ -88,11 +86,9 @@ def clocks(device: Device) -> dict[str, Any]:
     """SM clock (MHz), power (W), temperature (C) and throttle reasons at this moment."""
     now = TelemetryReader(device.index).read()
     return {
-        "sm_clock_mhz": now.sm_clock_mhz,
-        "power_w": now.power_w,
-        "temperature_c": now.temperature_c,
+        "sm_clock_mhz": now.sm_clock_mhz, "power_w": now.power_w, "temperature_c": now.temperature_c,
         "throttle_reasons": list(now.throttle_reasons),
-    }
+    }  # fmt: skip
 
 
 def own_environment(folder: Path) -> dict[str, str]:
@@ -120,9 +116,7 @@ class Results:
         self._earlier_s: float | None = 0.0
         self.rows: list[dict[str, Any]] = []
         self.summary: dict[str, Any] = {}
-        """Further entries of the file, beside `meta` and `rows`, from this run only."""
-        self.earlier_summary: dict[str, Any] = {}
-        """The entries that the file already has, for a partial run to keep."""
+        """Further entries of the file, beside `meta` and `rows`: at first those that it has."""
         if path.exists():
             old = _read(path)
             foreign = [name for name in SHARED if old["meta"].get(name) != self.meta.get(name)]
@@ -134,9 +128,7 @@ class Results:
             self._earlier_s = old["meta"].get("gpu_seconds")
             if self.rows and old["meta"].get("code") != self.meta.get("code"):
                 self.meta.pop("code", None)  # it has rows of other code, too
-            self.earlier_summary = {
-                name: value for name, value in old.items() if name not in ("meta", "rows")
-            }
+            self.summary = {name: value for name, value in old.items() if name not in ("meta", "rows")}
             earlier = old["meta"].get("earlier_commands", [])
             commands = [*earlier, old["meta"].get("command", "")]
             self.meta["earlier_commands"] = [c for c in dict.fromkeys(commands) if c != self.meta["command"]]
@@ -162,9 +154,7 @@ class Results:
             self.meta["gpu_seconds"] = round(self._earlier_s + time.monotonic() - self._begun, 1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = ",\n".join("  " + json.dumps(row) for row in self.rows)
-        summary = "".join(
-            f"{json.dumps(name)}: {json.dumps(value)},\n" for name, value in self.summary.items()
-        )
+        summary = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.summary.items())
         text = f'{{"meta": {json.dumps(self.meta, indent=1)},\n{summary}"rows": [\n{lines}\n]}}\n'
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         temporary.write_text(text)
@@ -186,11 +176,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def report(
-    results: Results | None,
-    rows: Iterable[dict[str, Any]],
-    brief: Callable[[dict[str, Any]], str],
+    results: Results | None, rows: Iterable[dict[str, Any]], brief: Callable[[dict[str, Any]], str],
     ratios: Sequence[str] = (),
-) -> int:
+) -> int:  # fmt: skip
     """Writes each row as it comes, if there is a file, and prints it, then the mean of these of its fields.
     Returns how many rows are wrong: those that are not `right`, or that name what is `wrong`.
     """

@@ -167,7 +167,6 @@ def run(options: argparse.Namespace) -> None:
     results.rows = [
         row for row in results.rows if row["strategy"] in STRATEGIES and row["regret"].keys() == wanted
     ]
-    results.summary = results.earlier_summary  # until all are there
     printed = False
     for timing, replay in replays.items():
         for problem in replay.problems():
@@ -182,17 +181,13 @@ def run(options: argparse.Namespace) -> None:
             rows = []
             for name in names:
                 seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
+                asked = (STRATEGIES[name](problem, values, replay.device, seed) for seed in seeds)
                 try:
-                    result = [
-                        regrets(STRATEGIES[name](problem, values, replay.device, s), values) for s in seeds
-                    ]
+                    result = zip(*(regrets(each, values) for each in asked), strict=True)
                 except TunegemmError as error:
                     print(f"{problem}: {error}", file=sys.stderr)
                     continue
-                by_count = {
-                    str(count): list(item)
-                    for count, item in zip(COUNTS, zip(*result, strict=True), strict=True)
-                }
+                by_count = {str(count): list(item) for count, item in zip(COUNTS, result, strict=True)}
                 rows.append(of_sweep | {"strategy": name, "regret": by_count})
             print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
             results.put(*rows)

@@ -81,7 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
             "give --device, or move db/kernels away"
         )
     results = Results.of(options.out, device, "tuning_many.json", METHOD)
-    results.summary = dict(results.earlier_summary)
     ended = 0
     if not options.only_peers:
         ended = run(problems, device, results, options)

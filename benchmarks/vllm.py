@@ -130,7 +130,6 @@ def run(options: argparse.Namespace, scratch: Path) -> None:
     """Times the requested kinds; prints and writes a row for each kind, phase and number of sequences."""
     points = [(phase, int(count)) for phase in options.phases for count in options.sequences]
     results = Results.of(options.out, find_device("cuda:0"), "vllm.json", METHOD, "vllm")
-    results.summary = dict(results.earlier_summary)
     for kind in options.only:
         end = time.monotonic() + options.seconds
         with engines(settings_of(kind, options.layers), scratch) as (theirs, again, ours):

@@ -156,14 +156,9 @@ class Engine:
     def said(self) -> list[str]:
         """The plug-in's lines in the output, each once, without vLLM's prefix."""
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        lines = [
-            re.sub(r"^.*?(?=tunegemm[ :])", "", line) for line in text.splitlines() if "tunegemm" in line
-        ]
-        return list(
-            dict.fromkeys(
-                line for line in lines if re.match(r"tunegemm( [\d.]+ in vLLM|:| leaves| serves)", line)
-            )
-        )
+        said = re.compile(r"tunegemm( [\d.]+ in vLLM|:| leaves| serves).*")
+        lines = (re.sub(r"^.*?(?=tunegemm[ :])", "", line) for line in text.splitlines())
+        return list(dict.fromkeys(filter(said.match, lines)))
 
 
 def settle() -> None:
@@ -344,14 +339,9 @@ def variables(setting: Setting, scratch: Path) -> dict[str, str]:
     return {
         "TUNEGEMM_VLLM": "1" if setting.served else "0",
         "VLLM_BATCH_INVARIANT": "1" if setting.is_invariant else "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions are sent to the processes that compute
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CACHE_ROOT": str(cache / "vllm"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(cache / "vllm"), "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
