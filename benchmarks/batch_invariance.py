@@ -15,7 +15,6 @@ dtype and epilogue.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
@@ -74,6 +73,8 @@ def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where bits differ."""
+    from tunegemm.measure.backend import CudaBackend
+
     parser = parser_of("benchmarks.batch_invariance", __doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="NxK,...; default: %(default)s")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
@@ -83,13 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     options = parser.parse_args(arguments)
     both = itertools.product(options.shapes.split(","), options.kinds.split(","))
     problems = [of_kind(f"{LARGEST}x{text}", name) for text, name in both]
-    return run(problems, find_device(options.device), options)
-
-
-def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace) -> int:
-    """Compares and times all; 1 where a bit differs."""
-    from tunegemm.measure.backend import CudaBackend
-
+    device = find_device(options.device)
     method = METHOD.format(more=MORE, largest=LARGEST, sampled=len(SAMPLED), rounds=options.rounds)
     results = Results.of(options.out, device, "batch_invariance.json", method)
     backend = CudaBackend(device)

@@ -445,22 +445,6 @@ def peers_of_groups(
     return sides
 
 
-@torch.no_grad()
-def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each case, missing rows first; returns 1 if a result is wrong."""
-    device = begin(options.device)
-    name, method = "blocks", METHOD
-    if options.groups:
-        name, method = "block_groups", METHOD_OF_GROUPS
-    elif options.with_quantising:
-        name, method = "blocks-quantising", METHOD_QUANTISING
-    results = Results.of(options.out, device, f"{name}.json", method)
-    provided, copied = provide_blocks(), copied_gbs()
-    print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
-    rows = (_rows_of_groups if options.groups else _rows)(results, Run(device, provided, copied, options))
-    return int(report(results, rows, _brief, [f"ratio_to_{name}" for name in _RATIOS]) > 0)
-
-
 def _rows(results: Results, run: Run) -> Iterator[dict[str, Any]]:
     cases = [Case(layer, rows) for rows in map(int, run.options.rows) for layer in run.options.layers]
     cases.sort(key=lambda case: results.find(case.named) is not None)
@@ -494,6 +478,7 @@ def _brief(row: Mapping[str, Any]) -> str:
 
 
 @command
+@torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
     parser = parser_of("benchmarks.blocks", __doc__, rounds=9)
@@ -510,7 +495,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     layers, rows = (GROUPS, TOKENS) if options.groups else (LAYERS, ROWS)
     options.layers = chosen(options.layers or ",".join(layers), tuple(layers), "layers")
     options.rows = chosen(options.rows or ",".join(rows), rows, "rows")
-    return run(options)
+    device = begin(options.device)
+    name, method = "blocks", METHOD
+    if options.groups:
+        name, method = "block_groups", METHOD_OF_GROUPS
+    elif options.with_quantising:
+        name, method = "blocks-quantising", METHOD_QUANTISING
+    results = Results.of(options.out, device, f"{name}.json", method)
+    provided, copied = provide_blocks(), copied_gbs()
+    print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
+    run = Run(device, provided, copied, options)
+    measured = _rows_of_groups(results, run) if options.groups else _rows(results, run)
+    return int(report(results, measured, _brief, [f"ratio_to_{name}" for name in _RATIOS]) > 0)
 
 
 if __name__ == "__main__":

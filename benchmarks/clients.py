@@ -100,11 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_names(parser, "modes", MODES)
     parser.add_argument("--sample-ms", type=float, default=harness.SAMPLE_MS, help="default: %(default)s")
     options = parser.parse_args(arguments)
-    return run(options)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Checks and times the requested workloads and modes; prints and writes a row for each."""
     name = "clients_training.json" if options.workloads == ["train"] else "clients.json"
     place, results = harness.opened(options, name, METHOD.format(f"{options.sample_ms:g}"), "transformers")
     size = Size.of(options.model, options.layers, options.sequences)

@@ -9,7 +9,6 @@ product `torch`, its call, and `tunegemm_cute`, the best kernel of `cute_sm90` t
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +47,12 @@ KINDS = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
+    from benchmarks.interleave import METHOD
+    from benchmarks.providers import Contender, Options, family_best
+    from tunegemm.generate.cublaslt.eager import torch_mm
+    from tunegemm.store import Database
+    from tunegemm.tuning.tuner import Tuner
+
     parser = parser_of("benchmarks.dtypes", __doc__)
     add_names(parser, "dtypes", KINDS)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the eight)")
@@ -56,24 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
     options = parser.parse_args(arguments)
     problems = [_problem(name, shape) for name in options.dtypes for shape in options.shapes.split(",")]
-    run(problems, find_device(options.device), options)
-
-
-def _problem(kind: str, shape: str) -> Problem:
-    dtype, accumulation, epilogue = KINDS[kind]
-    out_dtype = "bf16" if dtype == "int8" and epilogue else None
-    return Problem.parse(
-        shape, dtype=dtype, out_dtype=out_dtype, accumulation=accumulation, epilogue=epilogue
-    )
-
-
-def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
-    """Tunes and times every product, writes the file and prints the tables and the means."""
-    from benchmarks.interleave import METHOD
-    from benchmarks.providers import Contender, Options, family_best
-    from tunegemm.generate.cublaslt.eager import torch_mm
-    from tunegemm.store import Database
-    from tunegemm.tuning.tuner import Tuner
+    device = find_device(options.device)
 
     def eager(problem: Problem, _: Device, __: Options) -> list[Contender]:
         return [Contender(torch_mm(problem))]
@@ -91,6 +79,14 @@ def run(problems: list[Problem], device: Device, options: argparse.Namespace) ->
         for problem, row in zip(problems, rows, strict=True):
             results.put(row | {"accumulation": problem.accumulation})
     print(programs.dtypes(results.path.parent), f"written: {results.path}", sep="\n")
+
+
+def _problem(kind: str, shape: str) -> Problem:
+    dtype, accumulation, epilogue = KINDS[kind]
+    out_dtype = "bf16" if dtype == "int8" and epilogue else None
+    return Problem.parse(
+        shape, dtype=dtype, out_dtype=out_dtype, accumulation=accumulation, epilogue=epilogue
+    )
 
 
 if __name__ == "__main__":

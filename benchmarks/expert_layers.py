@@ -11,7 +11,6 @@ program that calls the model. Writes results/GPU/expert_layers.json after each r
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import random
 import statistics
@@ -141,9 +140,25 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     }  # fmt: skip
 
 
+def _brief(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x {row['best_peer']}, "
+        f"eager {row['eager_ratio']:.3f}, vLLM {row.get('vllm_ratio', '-')}; {row['us']} {row['eager_us']}"
+    )
+
+
+@command
 @torch.no_grad()
-def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each layer and number of tokens; 1 where a result is wrong."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is wrong."""
+    parser = parser_of("benchmarks.expert_layers", __doc__, rounds=5)
+    add_names(parser, "models", MODELS)
+    add_names(parser, "tokens", TOKENS)
+    parser.add_argument("--vllm", action="store_true", help="time vLLM's Triton method, too")
+    parser.add_argument("--every", action="store_true", help="with kernels that are not served yet, too")
+    options = parser.parse_args(arguments)
+    if options.vllm and find_spec("vllm") is None:
+        parser.error("vllm is not installed: pip install vllm, or leave out --vllm")
     device = begin(options.device)
     integration.register()
     if options.every:
@@ -161,27 +176,6 @@ def run(options: argparse.Namespace) -> int:
             yield measure(name, made[name], tokens, options.rounds, vllm)
 
     return int(report(results, rows(), _brief, ("ratio",)) > 0)
-
-
-def _brief(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x {row['best_peer']}, "
-        f"eager {row['eager_ratio']:.3f}, vLLM {row.get('vllm_ratio', '-')}; {row['us']} {row['eager_us']}"
-    )
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a result is wrong."""
-    parser = parser_of("benchmarks.expert_layers", __doc__, rounds=5)
-    add_names(parser, "models", MODELS)
-    add_names(parser, "tokens", TOKENS)
-    parser.add_argument("--vllm", action="store_true", help="time vLLM's Triton method, too")
-    parser.add_argument("--every", action="store_true", help="with kernels that are not served yet, too")
-    options = parser.parse_args(arguments)
-    if options.vllm and find_spec("vllm") is None:
-        parser.error("vllm is not installed: pip install vllm, or leave out --vllm")
-    return run(options)
 
 
 if __name__ == "__main__":

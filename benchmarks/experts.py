@@ -1,9 +1,7 @@
 """Times layers of experts: `tunegemm.grouped_mm` beside torch's grouped product and a loop of torch.mm.
 
-    python -m benchmarks.experts                           # layers, rows and skews, all of them: 3 minutes
-    python -m benchmarks.experts --layers anchor           # the six layers that the table was drawn from
-    python -m benchmarks.experts --layers unlisted         # models that no choice was drawn from
-    python -m benchmarks.experts --rows 16384 --skews hot  # some rows and skews
+    python -m benchmarks.experts                                   # all layers, rows and skews: 3 minutes
+    python -m benchmarks.experts --layers unlisted --rows 16384 --skews hot
     python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
     python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table, served or not
@@ -400,23 +398,17 @@ def _blocks() -> int:
 
 
 def captured(sides: dict[str, Side], divisions: int) -> dict[str, Graph]:
-    """Each side as a graph; peers that cannot compute this are left out, as cuBLAS for some numbers of fp8
-    rows.
-    """
+    """Each side as a graph; peers that cannot compute this are left out, as cuBLAS for some fp8 rows."""
     result = {}
     for name, side in sides.items():
-        why = "it cannot be captured"
+        may_lack = name in _OPTIONAL
         try:
-            graph = Graph.capture(side, divisions, short_ms=_SHORT_MS, most=400, may_wait=True)
+            result[name] = Graph.capture(side, divisions, short_ms=_SHORT_MS, most=400, may_wait=not may_lack)
         except Exception as error:  # a peer may raise anything
-            if name not in _OPTIONAL:
+            if not may_lack:
                 raise
-            why = one_line(error)
-        else:
-            if graph.is_captured or name not in _OPTIONAL:
-                result[name] = graph
-                continue
-        print(f"without {name}: {why}", flush=True)
+            torch.cuda.synchronize()
+            print(f"without {name}: {one_line(error)}", flush=True)
     return result
 
 
@@ -502,25 +494,6 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
         yield case.make(kept[name], rows, skew, 3 * device.l2_bytes, kind, name), skew
 
 
-def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each case; 1 where a result is wrong."""
-    device = begin(options.device)
-    grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
-    grouped.choose_along_k = partial(choose_along_k, every=True)  # type: ignore[attr-defined]
-    for kind in options.kinds:
-        provide_grouped(kind)
-    name = "experts_kernels.json" if options.kernels else "experts.json"
-    if "along_k" in options.kinds:
-        name = "experts_along_k.json"
-    results = Results.of(options.out, device, name, METHOD)
-    rows = (
-        measure(case, skew, device, options)
-        for kind in options.kinds
-        for case, skew in cases(kind, options, device)
-    )
-    return int(report(results, rows, _brief, ("ratio", "ratio_to_best_peer", "share_of_bound")) > 0)
-
-
 def _brief(row: Mapping[str, Any]) -> str:
     text = (
         f"{row['groups']}x{row['n']}x{row['k']} {row['dtype']} {row['layout']} {row['epilogue']} "
@@ -558,7 +531,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.peers:
         if find_spec(name) is None:
             parser.error(f"{name} is not installed: pip install {PEERS[name]}, or leave it out of --peers")
-    return run(options)
+    device = begin(options.device)
+    grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
+    grouped.choose_along_k = partial(choose_along_k, every=True)  # type: ignore[attr-defined]
+    for kind in options.kinds:
+        provide_grouped(kind)
+    name = "experts_kernels.json" if options.kernels else "experts.json"
+    if "along_k" in options.kinds:
+        name = "experts_along_k.json"
+    results = Results.of(options.out, device, name, METHOD)
+    rows = (
+        measure(case, skew, device, options)
+        for kind in options.kinds
+        for case, skew in cases(kind, options, device)
+    )
+    return int(report(results, rows, _brief, ("ratio", "ratio_to_best_peer", "share_of_bound")) > 0)
 
 
 if __name__ == "__main__":

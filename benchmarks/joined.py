@@ -12,7 +12,6 @@ after each row.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -185,9 +184,23 @@ def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -
     }  # fmt: skip
 
 
+def _brief(row: Mapping[str, Any]) -> str:
+    return (
+        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x separate, "
+        f"{row['ratio_to_merged']:.3f} x merged, {row['ratio_to_today']:.3f} x today by {row['chosen']}, "
+        f"best {row['best']} {row['best_to_chosen']:.3f} x that, {row['gbs']} GB/s, "
+        f"{row['tflops']} Tflop/s; {row['us']}"
+    )
+
+
+@command
 @torch.no_grad()
-def run(options: argparse.Namespace) -> int:
-    """Prints and writes a row for each case, missing rows first; returns 1 if a result is wrong."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a result is wrong."""
+    parser = parser_of("benchmarks.joined", __doc__, rounds=9)
+    add_names(parser, "models", MODELS)
+    add_names(parser, "rows", ROWS)
+    options = parser.parse_args(arguments)
     device = begin(options.device)
     results = Results.of(options.out, device, "joined.json", METHOD)
     cases = [
@@ -200,24 +213,6 @@ def run(options: argparse.Namespace) -> int:
     provided: list[Provided] = []
     rows = (measure(case, device, provided, options.rounds) for case in within(options.seconds, cases))
     return int(report(results, rows, _brief, ("ratio", "ratio_to_merged", "ratio_to_today")) > 0)
-
-
-def _brief(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x separate, "
-        f"{row['ratio_to_merged']:.3f} x merged, {row['ratio_to_today']:.3f} x today by {row['chosen']}, "
-        f"best {row['best']} {row['best_to_chosen']:.3f} x that, {row['gbs']} GB/s, "
-        f"{row['tflops']} Tflop/s; {row['us']}"
-    )
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a result is wrong."""
-    parser = parser_of("benchmarks.joined", __doc__, rounds=9)
-    add_names(parser, "models", MODELS)
-    add_names(parser, "rows", ROWS)
-    return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

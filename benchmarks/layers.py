@@ -248,11 +248,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.device == "cpu" and options.modes != ["backend"]:
         raise BadValueError(f"--modes {','.join(options.modes)} need a GPU; on a CPU use --modes backend")
-    return run(options)
-
-
-def run(options: argparse.Namespace) -> int:
-    """A row for each model, number of rows and mode; prints and writes them."""
     place, results = harness.opened(options, "layers.json", METHOD)
     torch._dynamo.config.recompile_limit = 64  # of `_gate`
     phases = [[m for m in options.modes if (m == "inductor") is last] for last in (False, True)]

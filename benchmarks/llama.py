@@ -93,11 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not all(number.isdecimal() and int(number) for number in numbers):
         raise BadValueError(f"--first-calls {options.first_calls!r} are not numbers; give some such as 8,32")
     options.first_calls = [int(number) for number in numbers]
-    return run(options)
-
-
-def run(options: argparse.Namespace) -> int:
-    """A row for each workload and mode, then for each first call; prints and writes them."""
     begun, wrong = time.monotonic(), 0
     place, results = harness.opened(options, "llama.json", METHOD, "transformers")
     size = Size.of("tiny" if options.tiny else "8B", options.layers)

@@ -12,7 +12,6 @@ to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it store its choice.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -41,6 +40,9 @@ if TYPE_CHECKING:
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
+    from benchmarks.interleave import METHOD
+    from benchmarks.providers import PROVIDERS, Options
+
     parser = parser_of("benchmarks.peers", __doc__)
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
@@ -51,14 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per shape")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
     options = parser.parse_args(arguments)
-    run(shapes.select(options.shapes), find_device(options.device), options)
-
-
-def run(problems: list[Problem], device: Device, options: argparse.Namespace) -> None:
-    """Times all problems, writes their rows and prints the table of the whole file."""
-    from benchmarks.interleave import METHOD
-    from benchmarks.providers import PROVIDERS, Options
-
+    problems = shapes.select(options.shapes)
+    device = find_device(options.device)
     peers = chosen(options.peers, tuple(PROVIDERS), "peers") if options.peers else PROVIDERS
     names = list(dict.fromkeys(["torch", *peers]))
     if options.rounds < 3:

@@ -12,7 +12,6 @@ The means are of products whose lines are whole vectors of 16 bytes, and of the 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -60,6 +59,12 @@ METHOD = "the best of each family by an interleave of five rounds, in which all 
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where a kernel was wrong."""
+    from benchmarks.graphs import within
+    from benchmarks.interleave import METHOD as INTERLEAVE
+    from tunegemm.compile.artifacts import ArtifactStore
+    from tunegemm.compile.pool import CompilePool
+    from tunegemm.measure.backend import CudaBackend
+
     parser = parser_of("benchmarks.portable", __doc__)
     parser.add_argument("--seconds", type=float, default=140.0, help="no new product after (%(default)g)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the forty)")
@@ -67,17 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     parser.add_argument("--kernels", type=int, default=3, help="of a family and product (%(default)s)")
     options = parser.parse_args(arguments)
     problems = [Problem.parse(shape, dtype=options.dtype) for shape in options.shapes.split(",")]
-    return run(problems, find_device(options.device), options)
-
-
-def run(problems: Sequence[Problem], device: Device, options: argparse.Namespace) -> int:
-    """Races every product and writes the file; whether a kernel was wrong."""
-    from benchmarks.graphs import within
-    from benchmarks.interleave import METHOD as INTERLEAVE
-    from tunegemm.compile.artifacts import ArtifactStore
-    from tunegemm.compile.pool import CompilePool
-    from tunegemm.measure.backend import CudaBackend
-
+    device = find_device(options.device)
     begun, wrong = time.monotonic(), 0
     with CompilePool(ArtifactStore()) as pool:
         kernels = Kernels(device, GENERATORS)

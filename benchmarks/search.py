@@ -15,7 +15,6 @@ sweep, as a fraction of the latter. Sweeps named NAME-steady were timed in stead
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -145,14 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
     parser.add_argument("--seeds", type=int, default=10, help="of strategies by chance (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder of search.json (default: that of the GPU)")
-    run(parser.parse_args(arguments))
-
-
-def run(options: argparse.Namespace) -> None:
-    """Writes after every sweep; rows of other strategies stay, so that strategies can run separately.
-
-    Raises TunegemmError for an unknown strategy, and if no sweep has the family.
-    """
+    options = parser.parse_args(arguments)
     names = options.strategies.split(",")
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise TunegemmError(f"--strategies {unknown[0]}: use {', '.join(STRATEGIES)}")

@@ -12,7 +12,6 @@ results/GPU/vllm.json.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -74,7 +73,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     scratch = options.scratch or Path(tempfile.gettempdir()) / "tunegemm-vllm"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines are to end with their owner
     doors(scratch)
-    run(options, scratch)
+    points = [(phase, int(count)) for phase in options.phases for count in options.sequences]
+    results = Results.of(options.out, find_device("cuda:0"), "vllm.json", METHOD, "vllm")
+    for kind in options.only:
+        end = time.monotonic() + options.seconds
+        with engines(settings_of(kind, options.layers), scratch) as (theirs, again, ours):
+            results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
+            results.summary[f"served_{kind}"] = ours.said()
+            print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
+            for number, (phase, count) in enumerate(points):
+                left = end - time.monotonic()
+                row = measure(theirs, again, ours, phase, count, left / (len(points) - number))
+                results.put(row)
+                rates = f"{row['engine_tokens_per_s']:.0f} -> {row['tokens_per_s']:.0f} tokens/s"
+                noise = f"noise {row['noise']:.2%}, {row['rounds']} rounds"
+                print(f"{kind} {phase} {count}: {rates}, {row['ratio']:.4f} ({noise})", flush=True)
+    _summarize(results)
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:
@@ -124,26 +138,6 @@ def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[list[Engine]
         for engine in started:
             engine.stop()
         print(f"{len(started)} engines for {time.monotonic() - began:.0f} s", flush=True)
-
-
-def run(options: argparse.Namespace, scratch: Path) -> None:
-    """Times the requested kinds; prints and writes a row for each kind, phase and number of sequences."""
-    points = [(phase, int(count)) for phase in options.phases for count in options.sequences]
-    results = Results.of(options.out, find_device("cuda:0"), "vllm.json", METHOD, "vllm")
-    for kind in options.only:
-        end = time.monotonic() + options.seconds
-        with engines(settings_of(kind, options.layers), scratch) as (theirs, again, ours):
-            results.summary[f"logits_{kind}"] = compared(theirs, ours, kind == "invariant")
-            results.summary[f"served_{kind}"] = ours.said()
-            print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
-            for number, (phase, count) in enumerate(points):
-                left = end - time.monotonic()
-                row = measure(theirs, again, ours, phase, count, left / (len(points) - number))
-                results.put(row)
-                rates = f"{row['engine_tokens_per_s']:.0f} -> {row['tokens_per_s']:.0f} tokens/s"
-                noise = f"noise {row['noise']:.2%}, {row['rounds']} rounds"
-                print(f"{kind} {phase} {count}: {rates}, {row['ratio']:.4f} ({noise})", flush=True)
-    _summarize(results)
 
 
 def measure(
