@@ -169,7 +169,6 @@ def compare(
     import torch
 
     import tunegemm
-    from benchmarks import fixed_tiles
     from tunegemm.measure.operands import make_operands
 
     made = make_operands(problem, torch.device("cuda"), 0)
@@ -203,6 +202,8 @@ def compare(
         }
         del whole
         try:
+            from benchmarks import fixed_tiles
+
             theirs = fixed_tiles.of(problem)
             triton = len(unlike(theirs, sampled, theirs(*operands_of(problem.m)).view(torch.uint8)))
         except Exception:  # foreign code may raise anything; the line of its times reports it
@@ -213,7 +214,6 @@ def compare(
 
 def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, Any]:
     """The policy's speed beside `fastest`, torch's own operations and the Triton kernel."""
-    from benchmarks import fixed_tiles
     from benchmarks.interleave import interleave
     from tunegemm.choose.policies import Preference
     from tunegemm.generate.cublaslt.eager import torch_mm
@@ -230,6 +230,8 @@ def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[s
         return run
 
     def triton(a: Any, b: Any, out: Any, *operands: Any) -> Any:
+        from benchmarks import fixed_tiles
+
         return fixed_tiles.of(problem)(a, b, *operands)
 
     with warnings.catch_warnings():
