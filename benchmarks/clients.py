@@ -244,7 +244,7 @@ def measure(
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each mode; without times on a CPU. models: torch and tunegemm."""
-    make, modes, rounds = WORKLOADS[workload], options.modes, options.rounds
+    make, modes = WORKLOADS[workload], options.modes
     reference = copy.deepcopy(models["torch"]).float()
     expected = make(reference, size, place)().float().clone()
     del reference
@@ -271,7 +271,7 @@ def measure(
         served[mode] = len({problem for problem, _ in api.dispatcher.planner.tuned()})
     for message in sorted(left):
         print(f"  {workload}: {message}")
-    samples = harness.interleave(steps, rounds, options.sample_ms) if place.type == "cuda" else {}
+    samples = harness.interleave(steps, options.rounds, options.sample_ms) if place.type == "cuda" else {}
     rows = []
     for mode in modes:
         row: dict[str, Any] = {
@@ -281,8 +281,7 @@ def measure(
             row |= {"sequences": size.sequences} if size.sequences > 1 else {}
             row |= {"tokens": size.sequences * size.prompt}
         row |= {"tuned": True} if os.environ.get("TUNEGEMM_DB") else {}
-        row["served"] = served[mode]
-        row |= harness.quality(errors[mode, "torch"], errors[mode, "tunegemm"])
+        row |= {"served": served[mode]} | harness.quality(errors[mode, "torch"], errors[mode, "tunegemm"])
         if samples:
             torchs, ours = samples[mode, "torch"], samples[mode, "tunegemm"]
             times = harness.compared(torchs, samples[mode, harness.AGAIN], ours)

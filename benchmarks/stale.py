@@ -65,9 +65,8 @@ class Stale:
     def __str__(self) -> str:
         seconds = "GPU seconds unknown" if self.gpu_s is None else f"{self.gpu_s:.0f} GPU seconds"
         more = f" (and {self.earlier} earlier commands)" if self.earlier else ""
-        files = "its code has changed"
-        if self.changed:
-            files = f"{len(self.changed)} files have changed, such as {self.changed[0]}"
+        some = self.changed and f"{len(self.changed)} files have changed, such as {self.changed[0]}"
+        files = some or "its code has changed"
         shown = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
         return f"{self.date or 'no date':25}  {shown}: {files}; {seconds}\n    {self.command}{more}"
 
@@ -125,10 +124,8 @@ def stale(folder: Path = RESULTS, root: Path = ROOT) -> list[Stale]:
             changed = tuple(name for name in names if then.get(name) != now[places].get(name))
             is_stale = bool(changed)
         if is_stale:
-            earlier = len(meta.get("earlier_commands", ()))
-            results.append(
-                Stale(path, str(meta.get("date", "")), command, earlier, meta.get("gpu_seconds"), changed)
-            )
+            date, earlier = str(meta.get("date", "")), len(meta.get("earlier_commands", ()))
+            results.append(Stale(path, date, command, earlier, meta.get("gpu_seconds"), changed))
     return sorted(results, key=lambda result: (result.date, str(result.path)))
 
 
