@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tunegemm
+from benchmarks.threads import Case, Product, cases, prepare
 from tests.support.numerics import difference
-from tests.support.threads import Case, Product, cases, prepare
 from tunegemm.describe.device import Device, find_device
 from tunegemm.dispatch import api
 
