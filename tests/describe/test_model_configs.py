@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.configs import rows
 from tunegemm.describe.workload.engines import shapes
 from tunegemm.describe.workload.models import read_model
 from tunegemm.errors import WorkloadError
@@ -71,3 +72,16 @@ def test_layers_by_name(name: str, expected: dict[str, int], tmp_path: Path) -> 
     assert expected.items() <= found.items(), found
     if len(expected) > 5:
         assert found == expected
+
+
+def test_the_table_of_all() -> None:
+    """`python -m benchmarks.configs` has a row for each, with the reason of what it refuses or leaves out."""
+    found = {row["model"]: row for row in rows()}
+    assert list(found) == list(MODELS)
+    for name, row in found.items():
+        if refused := MODELS[name].get("refused"):
+            assert row["read"] == "refused" and refused in row["left_out"] and "record" in row["left_out"]
+            continue
+        assert row["matrices"], name
+        assert row["read"] == ("in part" if row["left_out"] else "whole"), name
+    assert "mamba: " in found["Nemotron-3-Nano-30B-A3B"]["left_out"]
