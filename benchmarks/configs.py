@@ -12,11 +12,12 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.command import command, parser_of
 from tunegemm.describe.workload.engines import shapes
 from tunegemm.describe.workload.models import read_model
 from tunegemm.errors import WorkloadError
@@ -43,12 +44,15 @@ def rows(engine: str = "vllm") -> Iterator[dict[str, Any]]:
             }
 
 
-def main() -> None:
-    table = list(rows(*sys.argv[1:]))
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of("benchmarks.configs", __doc__, gpu=False)
+    parser.add_argument("engine", nargs="?", default="vllm", choices=("vllm", "sglang", "transformers"))
+    table = list(rows(parser.parse_args(arguments).engine))
     writer = csv.DictWriter(sys.stdout, table[0], lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

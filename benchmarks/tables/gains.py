@@ -40,6 +40,8 @@ LINES: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
     ("vLLM, bf16 prefill", "vllm.json", _vllm("bf16", "prefill")),
     ("vLLM, fp8 decode", "vllm.json", _vllm("fp8", "decode")),
     ("vLLM, fp8 prefill", "vllm.json", _vllm("fp8", "prefill")),
+    ("fp8 with block scales, up to 64 rows", "blocks.json", lambda row: row["m"] <= 64),
+    ("fp8 with block scales, more rows", "blocks.json", lambda row: row["m"] > 64),
     ("a layer of experts, beside transformers", "expert_layers.json", lambda row: True),
 )  # fmt: skip
 
@@ -60,9 +62,13 @@ def _cell(results: Path, name: str, belongs: Callable[[Row], bool]) -> str:
     if (data := load(results, name)) is None:
         return ""
     rows = even_rows(data["rows"]) if name == "peers.json" else data["rows"]
-    result = [_ratio(row) for row in rows if belongs(row)]
+    result = [ratio for row in rows if belongs(row) and (ratio := _ratio(row)) is not None]
     return f"{geometric_mean(result):.3f} ({min(result):.3f})" if result else ""
 
 
-def _ratio(row: Row) -> float:
-    return ratios(row)["tunegemm"] if BASELINE in row.get("providers", {}) else row["ratio"]
+def _ratio(row: Row) -> float | None:
+    """A row's ratio to torch; None where torch refuses the product."""
+    if BASELINE in row.get("providers", {}):
+        return ratios(row)["tunegemm"]
+    ratio: float | None = row["ratio_to_torch"] if "ratio_to_torch" in row else row["ratio"]
+    return ratio
