@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.planning import Planner
+from tunegemm.dispatch.states import MAX_CONTEXTS
 from tunegemm.errors import PolicyError, TunegemmWarning
 from tunegemm.store.record import Record
 
@@ -156,6 +160,99 @@ def test_tasks_that_take_turns_keep_their_own(policy_now):
         return await asyncio.gather(task("deterministic"), task("no_workspace"))
 
     assert asyncio.run(both()) == [[prefer] * 3 + ["fastest"] for prefer in ("deterministic", "no_workspace")]
+
+
+def holding(*prefers: str) -> list[Iterator[None]]:
+    """Generators that are each within a block, begun in this order."""
+
+    def hold(prefer: str) -> Iterator[None]:
+        with tunegemm.policy(prefer):
+            yield
+
+    held = [hold(prefer) for prefer in prefers]
+    for each in held:
+        next(each)
+    return held
+
+
+def test_blocks_end_in_any_order(policy_now):
+    """What holds is the last of those that have not ended."""
+    prefers = "deterministic", "no_workspace", "min_energy"
+    for order in itertools.permutations(range(3)):
+        held, ended = holding(*prefers), set()
+        for place in order:
+            assert policy_now() == [each for i, each in enumerate(prefers) if i not in ended][-1]
+            held[place].close()
+            ended.add(place)
+        assert policy_now() == "fastest"
+    first, second = ExitStack(), ExitStack()
+    with tunegemm.policy("min_energy"):
+        for stack in (first, second):
+            stack.enter_context(tunegemm.policy("deterministic"))
+        first.close()
+        assert policy_now() == "deterministic"
+        second.close()
+        assert policy_now() == "min_energy"
+    assert (policy_now(), in_thread(policy_now)) == ("fastest", ["fastest"])
+
+
+def test_a_call_within_a_block_changes_it_until_it_ends(policy_now):
+    outer, inner = holding("deterministic", "no_workspace")
+    tunegemm.policy("min_energy")
+    assert policy_now() == "min_energy"
+    outer.close()
+    assert policy_now() == "min_energy"
+    tunegemm.policy("fastest")
+    inner.close()
+    assert policy_now() == "fastest"
+
+
+def test_a_block_that_another_context_ends_is_over_in_its_own(policy_now):
+    """As a generator's that a thread, a task or the garbage collector closes."""
+    with tunegemm.policy("min_energy"):
+        in_thread(holding("deterministic")[0].close)
+        assert policy_now() == "min_energy"
+
+    async def numbers() -> AsyncIterator[int]:
+        with tunegemm.policy("no_workspace"):
+            yield 1
+            yield 2
+
+    async def left_early() -> list[str]:
+        async for _ in numbers():
+            break
+        kept = asyncio.create_task(asyncio.sleep(0, policy_now()))
+        for _ in range(9):  # turns in which the loop closes the generator, in a task
+            await asyncio.sleep(0)
+        return [await kept, policy_now()]
+
+    assert asyncio.run(left_early()) == ["no_workspace", "fastest"]
+    made = tunegemm.policy("deterministic")
+    assert policy_now() == "deterministic"
+
+    def enters() -> str:
+        with made:
+            return policy_now()
+
+    assert (in_thread(enters), policy_now()) == (["deterministic"], "fastest")
+
+
+def test_a_task_keeps_the_policy_of_the_block_that_began_it(policy_now, dispatcher):
+    async def later(gate: asyncio.Event) -> str:
+        await gate.wait()
+        return policy_now()
+
+    async def begun_in_a_block() -> list[str]:
+        gate = asyncio.Event()
+        with tunegemm.policy("deterministic"):
+            task = asyncio.create_task(later(gate))
+            await asyncio.sleep(0)
+        gate.set()
+        return [policy_now(), await task]
+
+    for _ in range(MAX_CONTEXTS + 1):
+        assert asyncio.run(begun_in_a_block()) == ["fastest", "deterministic"]
+    assert len(dispatcher[0].planner.states) <= MAX_CONTEXTS
 
 
 def test_threads_of_autograd_have_the_policy_of_who_calls_backward(policy_now):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tunegemm.choose.policies import Policy, Preference
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.states import Chosen, choose, chosen_of, forget_choice, own, restore
+from tunegemm.dispatch.states import Block, begin, change, end, own
 
 #: Computes all products of the process.
 dispatcher = Dispatcher()
@@ -43,42 +43,44 @@ def refresh() -> None:
 class policy:
     """Serve by this policy: ``tunegemm.policy("deterministic")`` from now on, or within a ``with`` block.
 
-    A block's policy holds for its context: the thread or asyncio task that runs it, and the backward passes
-    that it begins. Other contexts keep theirs. A plain call sets the process's policy, for all
-    contexts without their own. `prefer`: ``fastest``, ``deterministic`` (no result depends on scheduling),
-    ``batch_invariant`` (a row's bits do not depend on the number of rows), ``no_workspace`` (no memory beyond
-    operands and output) or ``min_energy`` (least measured energy). `max_sms`: how many multiprocessors a
-    launch may fill, which leaves the others to communication. If a policy excludes the record, the next best
-    measured candidate serves, else torch. Raises PolicyError for an unknown policy.
+    A block's policy holds for its context: the thread or asyncio task that runs it, and the backward
+    passes that it begins. Other contexts keep theirs. Blocks may end in any order. A plain call sets the
+    process's policy, for all contexts without their own. `prefer`: ``fastest``, ``deterministic`` (no
+    result depends on scheduling), ``batch_invariant`` (a row's bits do not depend on the number of rows),
+    ``no_workspace`` (no memory beyond operands and output) or ``min_energy`` (least measured energy).
+    `max_sms`: how many multiprocessors a launch may fill, which leaves the others to communication. If a
+    policy excludes the record, the next best measured candidate serves, else torch. Raises PolicyError
+    for an unknown policy.
     """
 
-    _before: list[Chosen | None] | None = None
+    _blocks: list[Block] | None = None
     _is_block = False
 
     def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
         self._policy = Policy(prefer, max_sms)
         dispatcher.planner.policy  # noqa: B018 - reads the environment's policy first
-        self._before = [choose(self._policy)]
+        self._blocks = [begin(self._policy)]
 
     def __repr__(self) -> str:
         return f"<tunegemm.policy: {self._policy}>"
 
     def __enter__(self) -> None:
-        assert self._before is not None
-        if self._is_block:
-            self._before.append(choose(self._policy))
+        assert self._blocks is not None
+        if not self._is_block:  # perhaps in another context
+            end(self._blocks.pop())
         self._is_block = True
+        self._blocks.append(begin(self._policy))
 
     def __exit__(self, *_: object) -> None:
-        assert self._before
-        restore(self._before.pop())
+        assert self._blocks
+        end(self._blocks.pop())
 
     def __del__(self) -> None:
         """Set the process's policy unless a ``with`` block was entered. `__init__` cannot know: a block's
         policy must not serve other threads even for a moment."""
-        if self._before and not self._is_block:
+        if self._blocks and not self._is_block:
             dispatcher.planner.use(self._policy)
-            if self._before[0] is None and own() is chosen_of(self._policy):
-                restore(None)
-            else:  # within a block until its end
-                forget_choice()
+            is_here = self._blocks[0] in own()
+            end(self._blocks[0])
+            if is_here and own():  # within a block until its end
+                change(own()[-1], self._policy)

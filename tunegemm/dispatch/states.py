@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +29,8 @@ from tunegemm.store.record import Record
 
 #: How many policies keep their plans, besides the process's own policy.
 MAX_POLICIES = 4
+#: How many contexts' look-ups are kept: tasks may outlive the blocks that began them.
+MAX_CONTEXTS = 64
 
 _STASHED = "tunegemm_policy"
 
@@ -161,114 +163,145 @@ def _share_a_kernel(plan: Plan, other: Plan) -> bool:
     return plan.record.candidate.kernel == other.record.candidate.kernel
 
 
-class Chosen:
-    """A policy that a context chose. Equal policies share one object, which is cheap to hash."""
+class Block:
+    """A ``with`` block, in the contexts where its policy holds: its own, and those copied from it meanwhile,
+    such as the tasks that it starts."""
 
-    __slots__ = ("policy",)
+    __slots__ = ("began", "is_over", "policy")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.is_over = False
+        """Whether it ended in another context than it began in, which cannot be reached from there: a task
+        that closes the generator of another one. `States.__missing__` looks at this."""
+        self.began: Token[tuple[Block, ...]] | None = None
 
 
-chosen_of = functools.cache(Chosen)
-_own: ContextVar[Chosen | None] = ContextVar("tunegemm_policy", default=None)
-#: Returns this context's own policy, or None if it has not chosen one.
+_own: ContextVar[tuple[Block, ...]] = ContextVar("tunegemm_policy", default=())
+#: Returns the blocks that hold in this context, the last of which decides.
 own = _own.get
 _lock = threading.RLock()
-_choices = 0
+_begun = 0
+#: One object for equal policies, which lives as long as the process: see `_keep`.
+_one = functools.cache(lambda policy: policy)
 
 
-def choose(policy: Policy) -> Chosen | None:
-    """Set this context's policy; returns the previous one, for `restore`."""
-    global _choices
-    before = own()
+def begin(policy: Policy) -> Block:
+    """Let a policy hold in this context until the block ends."""
+    global _begun
     with _lock:
-        _choices += 1
+        _begun += 1
         for states in list(_every.values()):
-            states.pop(None, None)  # contexts without a policy now reach `States.__missing__`
-    _set(chosen_of(policy))
-    return before
+            states.pop((), None)  # contexts without a policy now reach `States.__missing__`
+    block = Block(policy)
+    block.began = _set((*own(), block))
+    return block
 
 
-def restore(before: Chosen | None) -> None:
-    """Restore the policy that this context had before `choose`."""
-    _set(before)
-    forget_choice()
-
-
-def forget_choice() -> None:
-    """Stop counting one call of `choose`."""
-    global _choices
+def end(block: Block) -> None:
+    """End a block, also one that is not the last: the last of those that remain decides then."""
+    global _begun
+    blocks = own()
+    try:
+        assert block.began is not None
+        _own.reset(block.began)
+    except ValueError:  # it began in another context
+        block.is_over = True
+    block.began = None
+    _set(tuple(each for each in blocks if each is not block))
     with _lock:
-        _choices -= 1
+        _begun -= 1
+        _forget(block)
 
 
-def _set(chosen: Chosen | None) -> None:
-    _own.set(chosen)
-    _keep(chosen)
-    torch._C._stash_obj_in_tls(_STASHED, chosen)
+def change(block: Block, policy: Policy) -> None:
+    """Let a block hold another policy until it ends."""
+    with _lock:
+        block.policy = policy
+        _forget(block)
+    _set(own())
 
 
-def _keep(chosen: Chosen | None) -> None:
+def _forget(block: Block) -> None:
+    for states in list(_every.values()):
+        for blocks in [blocks for blocks in list(states) if block in blocks]:
+            del states[blocks]
+
+
+def _set(blocks: tuple[Block, ...]) -> Token[tuple[Block, ...]]:
+    policy = _one(blocks[-1].policy) if blocks else None
+    _keep(policy)
+    torch._C._stash_obj_in_tls(_STASHED, policy)
+    return _own.set(blocks)
+
+
+def _keep(policy: Policy | None) -> None:
     """Add a reference, because the thread-local state of torch 2.11 steals one. In other versions this leaks
     a reference, which is harmless: these objects live as long as the process."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(chosen))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(policy))
 
 
-def _of_backward() -> Chosen | None:
+def _of_backward() -> Policy | None:
     """The policy of the thread that called ``backward``; None outside a backward pass."""
     if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_STASHED):
         return None
-    stashed: Chosen | None = torch._C._get_obj_in_tls(_STASHED)
+    stashed: Policy | None = torch._C._get_obj_in_tls(_STASHED)
     _keep(stashed)
     return stashed
 
 
-class States(dict[Chosen | None, State]):
+class States(dict[tuple[Block, ...], State]):
     """The state of each policy: ``states[own()]`` is this context's state.
 
-    The key None stands for the process's policy. It is not stored while any context has its own policy: the
-    look-up then reaches `__missing__`, which recognizes a backward pass.
+    It keeps what `__missing__` found. The key of no blocks stands for the process's policy. It is not kept
+    while any context has a block: the look-up then reaches `__missing__`, which recognizes a backward pass.
     """
 
     def __init__(self, policy: Policy = FASTEST) -> None:
         super().__init__()
         self.policy = policy
         """The process's policy."""
+        self._of_policy: dict[Policy, State] = {}
         _every[id(self)] = self
 
-    def __missing__(self, key: Chosen | None) -> State:
+    def __missing__(self, blocks: tuple[Block, ...]) -> State:
         with _lock:
-            if key is None:
-                state = self[_of_backward() or chosen_of(self.policy)]
-                if not _choices:
-                    self[None] = state
-                return state
-            known = next(iter(self.values()), None)
-            state = State(key.policy, None if known is None else known.snapshot)
-            self.put(state)
+            if any(block.is_over for block in blocks):
+                is_own = own() is blocks
+                blocks = tuple(block for block in blocks if not block.is_over)
+                if is_own:
+                    _set(blocks)
+            policy = blocks[-1].policy if blocks else _of_backward() or self.policy
+            if (state := self._of_policy.get(policy)) is None:
+                known = next(iter(self._of_policy.values()), None)
+                state = State(policy, None if known is None else known.snapshot)
+                self.put(state)
+            if len(self) >= MAX_CONTEXTS:
+                self.clear()
+            if blocks or not _begun:
+                self[blocks] = state
             return state
 
     def put(self, state: State) -> None:
         """Replace the state of this state's policy."""
         with _lock:
-            self.pop(None, None)
-            self[chosen_of(state.policy)] = state
-            kept = chosen_of(self.policy), chosen_of(state.policy)
-            if len(self) > MAX_POLICIES + 1:
-                del self[next(key for key in self if key not in kept)]
+            self.clear()
+            self._of_policy[state.policy] = state
+            if len(self._of_policy) > MAX_POLICIES + 1:
+                kept = self.policy, state.policy
+                del self._of_policy[next(policy for policy in self._of_policy if policy not in kept)]
 
     def use(self, policy: Policy) -> Policy:
         """Set the process's policy; returns the previous one."""
         with _lock:
             before, self.policy = self.policy, policy
-            self.pop(None, None)
+            self.pop((), None)
             return before
 
     def all(self) -> list[State]:
-        """Every state, once."""
+        """Every state."""
         with _lock:
-            return [state for key, state in self.items() if key is not None]
+            return list(self._of_policy.values())
 
     def renew(self) -> States:
         """Empty states with the same process policy."""
