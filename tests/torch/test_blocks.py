@@ -58,6 +58,22 @@ def test_autocast_leaves_the_fp32_product() -> None:
     assert torch.equal(result, tunegemm.scaled_mm(*given, out_dtype=F32))
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return tunegemm.scaled_mm(*given[:4], bias=given[4] if len(given) > 4 else None, out_dtype=BF16)
+
+
+def test_compiled_and_exported_code_computes_as_eager_code_does() -> None:
+    compiled = torch.compile(Scaled(), fullgraph=True)
+    bias = torch.randn(200).to(BF16)
+    for rows, more in ((1, ()), (6, ()), (5, ()), (5, (bias,))):
+        given = operands(rows, 200, 400)
+        assert torch.equal(compiled(*given, *more), Scaled()(*given, *more))
+    assert torch.equal(torch.export.export(Scaled(), given).module()(*given), Scaled()(*given))
+    with pytest.raises(ProblemError, match="blocks of 128 have"):
+        torch.compile(Scaled(), backend="eager")(given[0], given[1], given[2][:, :3], given[3])
+
+
 A, B, SCALE_A, SCALE_B = operands(5, 300, 400)
 
 

@@ -112,15 +112,18 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`tunegemm.scaled_mm` for scales other than those of whole operands or of rows and columns."""
     arguments = a, b, scale_a, scale_b
-    if not torch.compiler.is_compiling() and all(type(each) in PLAIN for each in arguments):
+    if torch.compiler.is_exporting() or all(type(each) in PLAIN for each in arguments):
         check_scales(*arguments)
         if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
-            result = product(*arguments, out_dtype) if bias is None else None
+            is_traced = torch.compiler.is_compiling()
+            result = product(*arguments, out_dtype) if bias is None and not is_traced else None
             if result is not None:
                 served: torch.Tensor = extension.undifferentiable("tunegemm.scaled_mm", result, a, b)
                 return served
             if a.device.type == "cpu" or not torch_takes(*arguments):
-                return emulated(*arguments, bias, out_dtype)
+                # Inductor (torch 2.13) would make C++ of `emulated` that leaves out partial blocks.
+                by: Callable[..., torch.Tensor] = torch.ops.tunegemm.scaled_blocks if is_traced else emulated
+                return by(*arguments, bias, out_dtype)
     return torch._scaled_mm(
         a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
     )
@@ -130,8 +133,8 @@ def emulated(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
     bias: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The product in fp32 where torch does not support it: on a CPU, and while kernels compile for operands
-    that torch rejects."""
+    """The product in fp32 where torch does not support it: on a CPU, and without a kernel for operands that
+    torch rejects."""
     (_, k), n = a.shape, b.shape[1]
     left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
     across = scale_b.repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
@@ -140,6 +143,25 @@ def emulated(
     if bias is not None:
         result = result + bias.float()
     return result.to(a.dtype if out_dtype is None else out_dtype)
+
+
+def _compute(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    bias: torch.Tensor | None, out_dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    result = product(a, b, scale_a, scale_b, out_dtype) if bias is None else None
+    return emulated(a, b, scale_a, scale_b, bias, out_dtype) if result is None else result
+
+
+extension.define(
+    "scaled_blocks(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType? out_dtype) "
+    "-> Tensor",
+    _compute,
+    lambda a, b, scale_a, scale_b, bias, out_dtype: a.new_empty(
+        (a.shape[0], b.shape[1]), dtype=a.dtype if out_dtype is None else out_dtype
+    ),
+    (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
 
 
 def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
