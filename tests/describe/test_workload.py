@@ -520,6 +520,50 @@ def test_a_bad_entry_of_cutlass_is_named_and_the_others_are_read(
     assert refused[0].startswith(f"entry 1: {named}")
 
 
+TUNABLE = "GemmTunableOp_BFloat16_TN,tn_128_16_640_ld_640_640_128"
+SCALED = (
+    "ScaledGemmTunableOp_Float8_e4m3fn_Float8_e4m3fn_BFloat16_TN,tn_128_16_64_ld_64_64_128_rw_1_bias_None"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        (json.dumps([CUTLASS, CUTLASS | {"k": 4096}]), 7),
+        (Workload((Product(SMALL, 2), Product(KIND, 345))).to_json(), 17),
+        ("GemmStridedBatchedTunableOp_BFloat16_NN,nn_24_8_16_B_32\nGemmTunableOp_Half_TN,tn_24_8_160\n", 1),
+        (f"{TUNABLE},Default,0.1\n{TUNABLE},Default,0.1\n", 1),
+        (3 * f"{TUNABLE}\n", 1),
+        (3 * f"{SCALED}\n", 1),
+    ],
+    ids=["CUTLASS", "ours", "older", "results", "untuned", "scaled"],
+)
+def test_a_cut_file_gives_no_other_product(tmp_path: Path, text: str, step: int) -> None:
+    path = tmp_path / "shapes"
+
+    def products_of(text: str) -> set[Problem]:
+        path.write_text(text)
+        try:
+            return {demand.problem for demand in read(path)[0]}
+        except WorkloadError:
+            return set()
+
+    whole, last_line = products_of(text), text.rfind("\n", 0, -1) if step == 1 else 0
+    assert whole
+    for cut in range(last_line, len(text), step):
+        ended = not text.startswith("GemmStrided")  # perhaps by an editor
+        for end in ("", "\n") if ended else ("",):
+            assert products_of(text[:cut] + end) <= whole, text[:cut]
+
+
+def test_the_line_that_is_cut_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "untuned.csv"
+    path.write_text(f"{TUNABLE}\nGemmTunableOp_BFloat16_TN,tn_128_16_64")
+    found, (line,) = read(path)
+    assert found == [Demand(Problem.parse("16x128x640"), 1)]
+    assert line.startswith("line 2: extents 'tn_128_16_64' end the file, perhaps within a number; write it")
+
+
 def test_numbers_of_5000_digits(tmp_path: Path) -> None:
     path = tmp_path / "shapes"
     path.write_text(json.dumps([CUTLASS]).replace("64", LONG, 1))

@@ -14,7 +14,7 @@ from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESO
 from tunegemm.describe.problem import OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import document_of
-from tunegemm.errors import DatabaseError
+from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
 from tunegemm.resources import data_path
@@ -149,6 +149,17 @@ def test_a_file_of_another_kind_is_one_error_and_changes_nothing(
         load(target, read(path), origin="x")
     assert "\n" not in str(caught.value)
     assert list(dump(target)) == []
+
+
+def test_a_cut_file_says_so_and_gives_no_other_row(tmp_path: Path) -> None:
+    rows = [{"kind": "a", "m": 4096, "of": {"k": 123}}, {"kind": "b", "m": 16}]
+    write(rows, path := tmp_path / "export.json")
+    text = path.read_text()
+    for cut in range(text.index("4096"), len(text) - len("]}\n")):
+        path.write_text(text[:cut])
+        *found, last = read(path)
+        assert isinstance(last, BadValueError)
+        assert all(row in rows for row in found if not isinstance(row, BadValueError)), text[:cut]
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
