@@ -1,6 +1,7 @@
 """What `tunegemm space` counts, against counting one by one."""
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -60,7 +61,24 @@ def test_counts_equal_those_of_checking_every_candidate() -> None:
     ]
     assert found.feasible == sum(map(bool, verdicts)) > 0
     assert found.feasible + sum(found.rejected.values()) == found.size == len(verdicts)
-    assert found.rejected.keys() == found.examples.keys() <= {verdict.rule for verdict in verdicts}
+    each, first = range(0, len(verdicts), space.launch_size), []  # of a kernel first, then of its launches
+    for at, kernel in zip(each, space.kernels(), strict=True):
+        alone = family.check(problem, kernel, device)
+        first += verdicts[at : at + space.launch_size] if alone else [alone] * space.launch_size
+    assert found.rejected == Counter(verdict.rule for verdict in first if not verdict)
+    assert list(found.rejected.values()) == sorted(found.rejected.values(), reverse=True)
+    reasons: dict[str | None, str] = {}
+    for verdict in first:
+        if not verdict:
+            reasons.setdefault(verdict.rule, verdict.reason)
+    assert found.examples == reasons
+    assert found.feasible_kernels == sum(any(verdicts[at : at + space.launch_size]) for at in each)
+
+
+def test_a_library_names_its_own_kernels() -> None:
+    found = take_census(families.load_space("cublaslt"), PROBLEMS[0], find_device("model:h200"))
+    assert (found.kernels, found.feasible_kernels, found.size) == (2, 1, 6)
+    assert (found.feasible, found.rejected) == (3, {"named_algorithm": 3})
 
 
 @pytest.mark.parametrize("name", families.NAMES)

@@ -280,6 +280,14 @@ def test_what_is_told_anew_stays_one_trial() -> None:
     for candidate in batch:
         study.tell(candidate, 1.1)
     assert len(study.study.trials) == len(batch)
+    sampler = Watched(seed=0)
+    study = study_of_landscape(sampler=sampler, library=())
+    for candidate in study.ask(4):
+        for value in (1.0, 1.1):
+            study.tell(candidate, value)
+    study.ask(1)
+    finished = sampler.study.get_trials(states=[TrialState.COMPLETE])
+    assert [trial.value for trial in finished] == [1.1] * 4
 
 
 def test_charts_and_importances_of_optunas_run_on_it() -> None:

@@ -3,7 +3,6 @@ and its `Census`, which counts candidates before and after feasibility and by ru
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -159,7 +158,8 @@ def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
     if family.compiled:
         counted = _by_rules(family, space, values, problem, device)
     else:
-        counted = _one_by_one(family, space, values, problem, device)
+        first = {name: listed[0] for name, listed in values.items()}
+        counted = _one_by_one(family, space, first, problem, device)
     launches = math.prod(map(len, deciding.values()))
     multiplicity = space.launch_size // launches
     rejected: Counter[str] = Counter()
@@ -206,21 +206,9 @@ def _by_rules(
 
 
 def _one_by_one(
-    family: Family, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
+    family: Family, space: SearchSpace, launch: Mapping[str, Value], problem: Problem, device: Device
 ) -> _Counted:
-    """Asks a library about each of its few kernels: it has no rules."""
-    rejected: list[tuple[Verdict, int, int]] = []
-    feasible = feasible_kernels = 0
-    for kernel in space.kernels():
-        if not (verdict := family.check(problem, kernel, device)):
-            rejected.append((verdict, 1, 0))
-            continue
-        before = feasible
-        for values in itertools.product(*launch_values.values()):
-            launch = kernel.with_launch(**dict(zip(launch_values, values, strict=True)))
-            if verdict := family.check(problem, launch, device):
-                feasible += 1
-            else:
-                rejected.append((verdict, 0, 1))
-        feasible_kernels += feasible > before
-    return _Counted(feasible_kernels, feasible, rejected)
+    """Asks a library about each of its few kernels: it has no rules, so no launch parameter decides."""
+    verdicts = [family.check(problem, kernel.with_launch(**launch), device) for kernel in space.kernels()]
+    feasible = sum(map(bool, verdicts))
+    return _Counted(feasible, feasible, [(verdict, 1, 0) for verdict in verdicts if not verdict])

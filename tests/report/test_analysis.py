@@ -1,0 +1,147 @@
+"""What the page's numbers come from, at their borders, on stand-ins for trials and winners."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from tunegemm.describe.space import Candidate
+from tunegemm.report import charts
+from tunegemm.report.analysis import best_so_far, gap, ratio_limits, tile_grids
+from tunegemm.report.html import _forest, _headline, _place, _range, _ticks
+
+
+def trial(ratio: float, tile: tuple[int, int] | None = None, family: str = "cute_sm90", **more: Any) -> Any:
+    params = {"tile_m": tile[0], "tile_n": tile[1]} if tile else {}
+    schedule = {"schedule": more.pop("schedule")} if "schedule" in more else {}
+    return SimpleNamespace(ratio=ratio, candidate=Candidate.make(family, params | schedule),
+                           **{"method": "screen", "confirmed": False} | more)  # fmt: skip
+
+
+def winner(ratio: float, low: float, high: float, noise: float = 0.0) -> Any:
+    return SimpleNamespace(record=SimpleNamespace(ratio=ratio, noise=noise), low=low, high=high)
+
+
+def test_the_curve_rises_at_better_trials_only() -> None:
+    assert best_so_far([trial(each) for each in (0.9, 0.9, 1.1, 1.0, 1.2)]) == [(1, 0.9), (3, 1.1), (5, 1.2)]
+
+
+def test_a_gap_is_explained_where_it_is_more_than_the_noise() -> None:
+    def of(record: Any, *tried: Any) -> str:
+        return gap(SimpleNamespace(tried=tried, winner=SimpleNamespace(record=record, rounds=5)))  # type: ignore[arg-type]
+
+    own, other = trial(1.2, (64, 64)), trial(1.2, (64, 128))
+    assert of(own) == of(own, own) == of(trial(1.2005, (64, 64)), own) == ""
+    assert of(trial(1.3, (64, 64)), other).endswith("at 1.300, is a candidate that this search did not try.")
+    raced = trial(1.3, (64, 64), confirmed=True)
+    assert "at 1.200, in few" in of(raced, own) and "1.300 is from its final race with 5 r" in of(raced, own)
+    assert "is from a later measurement with" in of(trial(1.3, (64, 64)), own)
+
+
+def test_each_tile_has_its_best_trial_and_the_fastest_grid_comes_first() -> None:
+    slow, fast, equal = (
+        trial(1.0, (64, 64), schedule="a"),
+        trial(1.1, (64, 64), schedule="a"),
+        trial(1.1, (64, 64)),
+    )
+    wide, raced = trial(1.2, (128, 32), schedule="b"), trial(9.0, (64, 64), schedule="a", method="final")
+    vendors, strange = trial(3.0, (64, 64), family="cublaslt"), trial(3.0)
+    grids = tile_grids([slow, fast, equal, wide, raced, vendors, strange])
+    assert [(grid.title, grid.best) for grid in grids] == [
+        ("cute_sm90 b", {(128, 32): wide}),
+        ("cute_sm90 a", {(64, 64): fast}),
+        ("cute_sm90", {(64, 64): equal}),
+    ]
+    assert {(grid.tile_m, grid.tile_n) for grid in grids} == {((64, 128), (32, 64))}
+    assert tile_grids([raced])[0].best == {(64, 64): raced}, "without a search all count"
+
+
+def test_the_axis_of_speeds() -> None:
+    low, high = ratio_limits([winner(1.0, 0.99, 1.01)])  # type: ignore[list-item]
+    margin = (1.02 / 0.98) ** 0.04
+    assert (low, high) == pytest.approx((0.98 / margin, 1.02 * margin))
+    low, high = ratio_limits([winner(1.5, 0.2, 9.0), winner(0.5, 0.4, 0.6)])  # type: ignore[list-item]
+    reach = 3**0.25
+    ends = 0.5 / reach, 1.5 * reach
+    margin = (ends[1] / ends[0]) ** 0.04
+    assert (low, high) == pytest.approx((ends[0] / margin, ends[1] * margin))
+
+
+def test_places_along_it() -> None:
+    limits = 0.5, 2.0
+    assert [_place(value, limits) for value in (0.1, 0.5, 1.0, 2.0, 3.0)] == [0, 0, 50, 100, 100]
+    found = _forest(winner(1.5, 1.4, 1.6, noise=0.05), limits)  # type: ignore[arg-type]
+    values = {"tie": 1 / 1.05, "tie_end": 1.05, "low": 1.4, "high": 1.6, "ratio": 1.5, "unity": 1.0}
+    assert found == {name: pytest.approx(_place(value, limits)) for name, value in values.items()}
+    assert [name for _, name in _ticks(limits)] == ["1", "0.5", "0.75", "1.25", "1.75"]
+    assert [name for _, name in _ticks((0.9, 1.3))] == ["1", "0.9", "1.1", "1.2", "1.3"]
+    assert [name for _, name in _ticks((0.3, 9.0))] == ["1", "2", "4", "8"]
+    assert _range([None, 3.0], "W") == "3 W" and _range([], "W") == "unknown"
+    assert _range([9.0, 1.0, 2.26], "%", 1) == "1.0 \u2013 2.3 \u2013 9.0 %"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "steady", "says"),
+    [
+        ([1.2], [], "1 tuned product runs at 1.200 \u00d7 the speed of torch.mm on X"),
+        ([1.0, 1.004], [], "2 tuned products run as fast as torch.mm on X"),
+        (
+            [1.2, 1.2],
+            [0.9],
+            "1 tuned product runs at 0.900 \u00d7 the speed of torch.mm on X in steady state",
+        ),
+    ],
+)
+def test_the_headline(ratios: list[float], steady: list[float], says: str) -> None:
+    winners = [winner(ratio, ratio, ratio) for ratio in ratios]
+    named = SimpleNamespace(steady=dict(enumerate(steady)), winners=winners, device=SimpleNamespace(name="X"))
+    assert _headline(named) == says  # type: ignore[arg-type]
+
+
+def test_shades_of_speed() -> None:
+    ratios = 0.69, 0.7, 0.85, 0.949, 0.95, 0.999, 1.0, 1.009, 1.01, 1.029, 1.03, 9.0
+    shades = ["h-4", "h-3", "h-2", "h-2", *["h-1"] * 2, *["h1"] * 2, *["h2"] * 2, *["h3"] * 2]
+    assert [charts.heat_class(ratio) for ratio in ratios] == shades
+
+
+def test_boxes_that_touch_do_not_overlap() -> None:
+    box = (0.0, 0.0, 2.0, 2.0)
+    for other in ((2.0, 0.0, 3.0, 2.0), (-1.0, 0.0, 0.0, 2.0), (0.0, 2.0, 2.0, 3.0), (0.0, -1.0, 2.0, 0.0)):
+        assert not charts._overlap(box, other) and not charts._overlap(other, box)
+    for other in ((1.9, 1.9, 3.0, 3.0), (0.5, 0.5, 1.0, 1.0), (-1.0, -1.0, 3.0, 3.0)):
+        assert charts._overlap(box, other) and charts._overlap(other, box)
+
+
+def test_names_cover_neither_marks_nor_each_other() -> None:
+    """Of 60 marks close together, as they are drawn: the width of a name is only estimated."""
+    figure = Figure(figsize=(6.4, 4))
+    axes = figure.add_subplot()
+    axes.set(xscale="log", yscale="log", xlim=(10, 1000), ylim=(10, 1000))
+    draw = random.Random(0)
+    winners = [
+        SimpleNamespace(
+            record=SimpleNamespace(
+                problem=SimpleNamespace(
+                    shape=f"{draw.randrange(99)}x1024", arithmetic_intensity=10 ** draw.uniform(1, 3)
+                )
+            ),
+            tflops=10 ** draw.uniform(1, 3), baseline_tflops=10 ** draw.uniform(1, 3),
+        )
+        for _ in range(60)
+    ]  # fmt: skip
+    charts._name_marks(figure, axes, winners, [])  # type: ignore[arg-type]
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent().padded(-2.5) for text in axes.texts]
+    assert len(boxes) > 20
+    for number, box in enumerate(boxes):
+        assert axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
+        assert axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[:number])
+        for each in winners:
+            for rate in (each.tflops, each.baseline_tflops):
+                point = axes.transData.transform((each.record.problem.arithmetic_intensity, rate))
+                assert not box.contains(*point)
