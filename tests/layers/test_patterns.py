@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests.support.fusing import close
@@ -395,3 +397,37 @@ def test_products_that_stay_torchs(planner: Any, kernels: Kernels, change: str) 
     with torch.set_grad_enabled(change == "gradient"):
         close(compiled(x, y), model(x, y))
     assert found == ({"product": 2} if change == "mixed" else {})
+
+
+@pytest.mark.parametrize(
+    ("select", "part"),
+    [
+        (lambda x: x[..., :4], "first"), (lambda x: x[..., 0:4:1], "first"),
+        (lambda x: x[..., -8:-4], "first"), (lambda x: x[..., 4:], "second"),
+        (lambda x: x[..., ::2], "even"), (lambda x: x[..., 1::2], "odd"),
+        (lambda x: x.chunk(2, -1)[0], "first"), (lambda x: x.chunk(2, dim=1)[1], "second"),
+        (lambda x: x.split(4, 1)[1], "second"), (lambda x: x.split([4, 4], dim=-1)[0], "first"),
+        (lambda x: torch.split(x, 4, -1)[0], "first"),
+        (lambda x: x[..., :3], None), (lambda x: x[..., 3:], None), (lambda x: x[..., 1:5], None),
+        (lambda x: x[..., ::3], None), (lambda x: x[:, :4], None), (lambda x: x[..., :4, :], None),
+        (lambda x: x[..., 2], None), (lambda x: x[:4], None), (lambda x: x[0], None),
+        (lambda x: x[..., : x.shape[0]], None),
+        (lambda x: x.chunk(2, -1)[-1], None), (lambda x: x.chunk(2, 0)[0], None),
+        (lambda x: x.chunk(4, -1)[1], None), (lambda x: x.chunk(4, -1)[2], None),
+        (lambda x: x.split(2, 1)[1], None), (lambda x: x.split([6, 2], 1)[0], None),
+        (lambda x: x.split([4, 4, 0], 1)[0], None), (lambda x: x.split(2)[1], None),
+        (lambda x: torch.unbind(x)[0], None),
+    ],
+)  # fmt: skip
+def test_which_half_of_the_columns_a_node_selects(
+    select: Callable[[torch.Tensor], torch.Tensor], part: str | None
+) -> None:
+    for columns, expected in ((8, part), (9, None)):
+        graph, fakes = torch.fx.symbolic_trace(select).graph, FakeTensorMode()
+        source = next(iter(graph.nodes))
+        source.meta["val"] = fakes.from_tensor(torch.empty(5, columns))
+        found = patterns._part_of(next(iter(reversed(graph.nodes))).args[0])
+        assert (found.part if found else None) == expected
+        assert found is None or (found.whole is source and found.nodes[-1].target is operator.getitem)
+    del source.meta["val"]
+    assert patterns._part_of(next(iter(reversed(graph.nodes))).args[0]) is None

@@ -27,6 +27,7 @@ def command(
     """Run a program and serve its matrix products with tuned kernels, as if each of its Python processes
     called `tunegemm.enable()`: `-- vllm serve ...`.
     """
+    words = words or []
     if env == bool(words):
         raise arguments.UsageError("give a program, as in: tunegemm run -- python train.py; or --env alone")
     variables = program.attached(TUNEGEMM_ENABLE="1")
@@ -39,11 +40,9 @@ def command(
 
     records, warnings = read_records()
     printing.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
-    printing.say(
-        f"tunegemm: {_start_line(words or [], [r.fingerprint.device_name for r in records])}", err=True
-    )
+    printing.say(f"tunegemm: {_start_line(words, [r.fingerprint.device_name for r in records])}", err=True)
     with Signals() as signals, program.folder("tunegemm-run-") as parts:
-        code = program.run(words or [], variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run", signals)
+        code = program.run(words, variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run", signals)
         served = Served.read(Path(parts))
     if served.calls:
         printing.say(f"tunegemm: {served}", err=True)
