@@ -8,23 +8,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.choose.test_neighbours import kernel
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.outcome import STEADY_MS, Measurement
 from tunegemm.measure.statistics import (
     NOISE_FLOOR,
     aa_noise,
+    beats,
+    choosing_rounds,
     clearly_slower,
+    final_choice,
     median_interval,
     ratio_interval,
+    rounds_of,
     slowdown,
+    slower_by,
     tie,
     winner,
 )
 
-PROBLEM = Problem(64, 64, 64)
+PROBLEM, KERNEL = Problem(64, 64, 64), kernel()
 
 
 def library(workspace_bytes: int, tile: str = "128x128") -> Candidate:
@@ -133,3 +139,73 @@ def test_samples_of_any_size_are_judged(pairs: list[tuple[float, float]], noise:
     assert winner(PROBLEM, [odd, plain]) in (odd, plain)
     assert clearly_slower(ours, torchs, 0.05, 0.95) in (True, False)
     assert slowdown(replace(odd, telemetry={"sm_clock_mhz": 1}), [plain]) >= 0
+
+
+def raced(
+    *ratios: float, noise: float = 0.0, steady: bool = False, candidate: Candidate = KERNEL
+) -> Measurement:
+    """Of a race with these ratios in its rounds, beside a baseline of 100 us."""
+    telemetry = {STEADY_MS: 237.0} if steady else {}
+    samples = tuple(100 / ratio for ratio in ratios)
+    return Measurement(candidate, samples, (100.0,) * len(ratios), 1e-3, noise, telemetry)
+
+
+def test_the_rounds_that_choose_are_the_first() -> None:
+    counts = range(1, 8)
+    assert [choosing_rounds(raced(*(1.0,) * count)) for count in counts] == [0, 2, 2, 3, 4, 4, 5]
+    assert [choosing_rounds(raced(*(1.0,) * count, steady=True)) for count in counts] == [0, 1, 2, 2, 2, 2, 2]
+    part = rounds_of(raced(1.0, 1.1, 1.2, 1.3, steady=True), 1, 3)
+    assert part.ratio == pytest.approx(1.15, abs=0.002) and part.telemetry["of_rounds"] == 2
+    assert part.baseline_us == (100.0, 100.0) and part.is_steady
+
+
+@pytest.mark.parametrize(
+    ("measurement", "wins"),
+    [
+        (raced(*(1.0074,) * 6, noise=0.0025), False),  # by less than the noise and what is luck
+        (raced(*(1.0076,) * 6, noise=0.0025), True),
+        (raced(*(1.0099,) * 6, noise=0.9), False),
+        (raced(*(1.0101,) * 6, noise=0.9), True),  # the margin has an end, however noisy the race
+        (raced(1.1, 1.1, 1.1, 1.1, 0.999, 0.999), False),  # slower in the rounds that did not choose it
+        (raced(1.1, 1.1, 1.1, 1.1, 1.0, 1.0), True),
+        (raced(1.0089, 1.0089, 1.0089, steady=True), False),
+        (raced(1.0091, 1.0091, 1.0091, steady=True), True),
+        (raced(1.02, 1.0, 1.0091, steady=True), True),  # the mean of all three
+        (raced(1.02, 1.02, 0.9999, steady=True), False),
+    ],
+)
+def test_a_winner_beats_torch_by_more_than_the_noise(measurement: Measurement, wins: bool) -> None:
+    assert beats(measurement, None) is wins
+    torch = replace(raced(*(1.0,) * len(measurement.samples_us)), candidate=TORCH_MM)
+    assert final_choice(PROBLEM, [measurement, torch]).candidate == (KERNEL if wins else TORCH_MM)
+
+
+def test_a_final_race_reports_the_rounds_that_did_not_choose() -> None:
+    other = KERNEL.with_launch(swizzle_size=8)
+    lucky, steady = raced(1.2, 1.2, 1.05, steady=True), raced(1.1, 1.1, 1.1, steady=True, candidate=other)
+    found = final_choice(PROBLEM, [steady, lucky])
+    assert found.candidate == KERNEL and found.ratio == pytest.approx(1.05)
+    with pytest.raises(MeasureError, match="no winner"):
+        final_choice(PROBLEM, [])
+    alone = final_choice(PROBLEM, [raced(0.9)])
+    assert alone.candidate == KERNEL and alone.samples_us == (100 / 0.9,)
+
+
+def test_torch_that_took_longer_says_that_the_device_was_slower() -> None:
+    def clocked(mhz: int | None, baseline_us: float) -> Measurement:
+        return replace(raced(1.0), baseline_us=(baseline_us,), telemetry={"sm_clock_mhz": mhz} if mhz else {})
+
+    assert slowdown(clocked(1000, 120.0), [clocked(1000, 100.0)]) == pytest.approx(1.2)
+    assert slowdown(clocked(1000, 120.0), [clocked(1500, 100.0)]) == pytest.approx(0.8)
+    assert slowdown(clocked(1500, 120.0), [clocked(1000, 100.0), clocked(1500, 90.0)]) == pytest.approx(4 / 3)
+    assert slowdown(clocked(None, 120.0), [clocked(1000, 100.0)]) == 0
+    assert slowdown(clocked(1000, 120.0), [clocked(None, 100.0)]) == slowdown(clocked(1000, 1.0), []) == 0
+    assert slower_by((11.0, 12.0, 9.0), (10.0, 10.0, 10.0)) == pytest.approx(0.1)
+
+
+def test_a_tie_has_its_limit_at_the_noise() -> None:
+    for noise, limit in ((0.0, NOISE_FLOOR), (0.01, 0.01)):
+        first = raced(1.0, noise=noise)
+        assert tie(first, raced(1 + 0.999 * limit)) and tie(raced(1 + 0.999 * limit), first)
+        assert not tie(first, raced(1 + 1.001 * limit)) and not tie(raced(1 + 1.001 * limit), first)
+    assert not tie(first, raced(1.009), 0.005) and tie(raced(1.0), raced(1.009), 0.01)

@@ -109,7 +109,9 @@ def told() -> list[Progress]:
 def exhaustive(cache: Path, told: list[Progress]) -> TuneResult:
     """Everything that is recorded of PROBLEM, tried."""
     with planted_tuner(open_device("replay:h200"), cache=cache) as tuner:
-        return tuner.tune(PROBLEM, effort="exhaustive", on_progress=told.append)
+        result = tuner.tune(PROBLEM, effort="exhaustive", on_progress=told.append)
+        assert tuner.tune(PROBLEM, trials=1).compiled == 0, "it counts its own"
+        return result
 
 
 def candidates(result: TuneResult) -> list[Candidate]:
