@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tunegemm.describe.space import Candidate
-from tunegemm.report import charts
+from tunegemm.report import charts, html
 from tunegemm.report.analysis import best_so_far, gap, ratio_limits, tile_grids
 from tunegemm.report.html import _forest, _headline, _place, _range, _ticks
 
@@ -24,6 +24,11 @@ def trial(ratio: float, tile: tuple[int, int] | None = None, family: str = "cute
 
 def winner(ratio: float, low: float, high: float, noise: float = 0.0) -> Any:
     return SimpleNamespace(record=SimpleNamespace(ratio=ratio, noise=noise), low=low, high=high)
+
+
+def test_ticks_are_at_least_as_far_apart_as_a_name_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "_place", lambda value, _: 14 * value)
+    assert [name for _, name in _ticks((1.0, 3.0))] == ["1", "2", "3"]
 
 
 def test_the_curve_rises_at_better_trials_only() -> None:
@@ -50,7 +55,8 @@ def test_each_tile_has_its_best_trial_and_the_fastest_grid_comes_first() -> None
     )
     wide, raced = trial(1.2, (128, 32), schedule="b"), trial(9.0, (64, 64), schedule="a", method="final")
     vendors, strange = trial(3.0, (64, 64), family="cublaslt"), trial(3.0)
-    grids = tile_grids([slow, fast, equal, wide, raced, vendors, strange])
+    as_fast = trial(1.1, (64, 64), schedule="a", number=2)
+    grids = tile_grids([slow, fast, as_fast, equal, wide, raced, vendors, strange])
     assert [(grid.title, grid.best) for grid in grids] == [
         ("cute_sm90 b", {(128, 32): wide}),
         ("cute_sm90 a", {(64, 64): fast}),

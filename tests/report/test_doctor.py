@@ -6,11 +6,13 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.recorded import SHAPES, fill
+from tunegemm.generate import families
 from tunegemm.report import doctor
 from tunegemm.store import Database
 
@@ -130,3 +132,28 @@ def test_packages_that_are_missing_are_named_with_what_installs_them(
         found = check("packages")
         assert (found.status, found.remedy) == ("fail" if absent == "torch" else "note", remedy)
         assert found.detail.startswith(f"missing: {absent}; found: ")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_each_family_says_what_keeps_it_from_serving(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def family(compiling: str | None, launching: str | None = None) -> Any:
+        return SimpleNamespace(unavailable=lambda **given: launching if given else compiling)
+
+    known = {"a": family(None), "b": family(None)} if compiles else {}
+    known |= {"c": family("no ptxas"), "d": family("no CUDA", "no CUDA")}
+    monkeypatch.setattr(families, "NAMES", tuple(known))
+    monkeypatch.setattr(families, "get", known.__getitem__)
+    monkeypatch.setattr(families, "unusable", lambda: ["e: broken; reinstall it"])
+    monkeypatch.setattr(doctor, "_lack", lambda name: "of Ampere" if name == "b" else "")
+    found = [(check.name, check.status, check.detail) for check in doctor.families_here()]
+    status = "note" if compiles else "fail"
+    assert found[-3:] == [
+        ("family c", status, "launches kernels from packs but cannot compile: no ptxas"),
+        ("family d", status, "no CUDA"),
+        ("families", "note", "e: broken"),
+    ]
+    assert found[:-3] == (
+        [("family a", "ok", "available"), ("family b", "note", "no kernels for the GPUs here: of Ampere")]
+        if compiles
+        else []
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,13 @@ from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import Device, cuda_device_count
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.errors import ProblemError
 from tunegemm.measure.outcome import Measurement
-from tunegemm.report.explain import candidate_of, explain_problem
+from tunegemm.report import explain
+from tunegemm.report.explain import candidate_of, explain_problem, over_skews
 from tunegemm.report.space import Space
-from tunegemm.store import Database
+from tunegemm.store import Database, Record
 
 SHAPE = "128x7168x16384"
 
@@ -211,3 +214,18 @@ def test_extents_and_problems_are_explained_too() -> None:
         tunegemm.explain(3)  # type: ignore[arg-type]
     with pytest.raises(ProblemError, match="takes two tensors, or a Problem"):
         tunegemm.explain("512x6144x4096", torch.empty(4, 4))
+
+
+def test_divisions_of_the_rows_are_those_of_the_records_best_measurement() -> None:
+    def entry(tile: int, ratio: float, **telemetry: Any) -> Record:
+        candidate, fingerprint = Candidate.make("cute_sm90", {"tile_m": tile}), recorded_device().fingerprint
+        return Record(Problem(64, 64, 64), candidate, fingerprint, ratio=ratio, telemetry=telemetry)
+
+    record = entry(64, 1.1)
+    skews = {"hot": 0.9, "uniform": 1.2}
+    others = [entry(128, 1.3, skews={"hot": 3.0}), entry(64, 1.2), entry(64, 1.1, skews=skews)]
+    found = explain._with_skews(record, others)
+    assert found.telemetry == {"skews": skews}
+    assert explain._with_skews(record, others[:2]) is record
+    assert over_skews(found.telemetry) == "over divisions of the rows: hot 0.900, uniform 1.200; worst hot"
+    assert over_skews({}) == over_skews({"skews": {"hot": "fast"}}) == ""

@@ -69,6 +69,7 @@ class TestRecording:
         assert "nothing was measured on the machine that wrote the page" in text
         assert "no final race was run" in text
         assert "Measured on" not in text
+        assert "The order is that of a search replayed on the recording" in text
 
     def test_every_record_is_in_table_and_roofline(self, recording: Contents, recorded_page: str) -> None:
         assert len(recording.winners) == len(open_replay("h200").problems()) >= 6
@@ -120,6 +121,7 @@ class TestDatabase:
     def test_replayed_evidence_is_called_recorded_even_in_a_database(self, stored_text: str) -> None:
         assert "Recorded NVIDIA H200." in stored_text and "2026-11-20" in stored_text
         assert "Measured on" not in stored_text
+        assert "Trials are in the order in which they were measured." in stored_text
 
     def test_real_evidence_is_called_measured(self, tmp_path: Path) -> None:
         with Database.open(tmp_path / "t.sqlite", create=True) as database:
