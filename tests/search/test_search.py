@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -375,8 +376,12 @@ def test_bad_arguments_name_the_value() -> None:
         profile("fast")
     with pytest.raises(SpaceError, match="trials = 0"):
         search_of(kernels(), LAUNCHES, trials=0)
-    with pytest.raises(SpaceError, match="one family"):
-        search_of([kernels()[0], Candidate.make("cublaslt", {"algo": 1})], LAUNCHES)
+    first = kernels()[0]
+    of_another_family = replace(first, family="triton")
+    with_other_names = Candidate.make(first.family, {"algo": 1}, dict(first.launch_params))
+    for other in (of_another_family, with_other_names):
+        with pytest.raises(SpaceError, match="one family"):
+            search_of([first, other], LAUNCHES)
     search = search_of(kernels(), LAUNCHES)
     for value in (float("nan"), 0.0, -1.0, float("inf")):
         with pytest.raises(ValueError, match=str(value)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 import warnings
@@ -224,6 +225,38 @@ def test_infeasible_suggestions_of_a_search_that_had_its_trials_are_told_as_such
     )
 
 
+class FirstBest(Largest):
+    """Its first point is feasible."""
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        if trial.number:
+            return super().sample_independent(study, trial, name, distribution)
+        return distribution.low if hasattr(distribution, "low") else distribution.choices[0]
+
+
+def test_a_search_that_ends_for_want_of_suggestions_says_so_though_some_were_feasible() -> None:
+    study = study_of_landscape(sampler=FirstBest(), trials=90)
+    run(study)
+    assert re.fullmatch(
+        r"\d+ of the sampler's \d+ suggestions are infeasible, \d+ of them by the rule smem_capacity, so the "
+        r"search ended after \d trials; another --sampler continues",
+        study.order.note,
+    )
+
+
+def test_a_sampler_learns_what_was_known_before() -> None:
+    sampler, (first, second, *rest) = Watched(seed=0), kernels("cute_sm90")
+    plan, known = EFFORTS["quick"].plan, [(first, 1.25), (second, None)]
+    study = ProblemStudy(
+        Portfolio([Search([first, second, *rest], LAUNCHES, plan, known=known)], plan),
+        StudySpace([SearchSpace("cute_sm90", TILES, LAUNCHES)], []),
+        library=[], verdict=verdict, sampler=sampler, name="a problem",
+    )  # fmt: skip
+    assert study.ask(1) not in ([first], [second])
+    learned = sampler.study.get_trials(states=[TrialState.COMPLETE])
+    assert [trial.value for trial in learned] == [1.25]
+
+
 class Broken(Largest):
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
         raise RuntimeError("no idea")
@@ -318,6 +351,13 @@ def test_importances_of_fewer_trials_than_they_need_tell_nothing() -> None:
     trials = finished_trials((c, c["tile_m"] + c["stages"]) for c in kernels("cute_sm90"))
     assert importances(trials[: FEWEST_TRIALS - 1]) == {}
     assert list(importances(trials[:FEWEST_TRIALS])) == ["cute_sm90"]
+
+
+def test_a_sampler_gets_the_seed_if_it_takes_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {quiet("optuna.samplers:RandomSampler")._rng.rng.random() for _ in range(2)}  # type: ignore[attr-defined]
+    assert len(drawn) == 1
+    monkeypatch.setattr(optuna.samplers, "Largest", Largest, raising=False)
+    assert isinstance(quiet("optuna.samplers:Largest"), Largest)
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,9 @@ class RooflineSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         candidate = self._suggested.get(trial.number)
-        if candidate is None or self.space is None:
+        if candidate is None:
             return dict(self._beyond.sample_relative(study, trial, search_space))
+        assert self.space is not None
         return self.space.params(candidate)
 
     def sample_independent(
