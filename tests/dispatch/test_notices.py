@@ -12,9 +12,10 @@ import torch
 from tests.support.forks import Forks
 from tests.support.processes import environment
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import notices
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.notices import MOST_WARNINGS, Notices, weight_of
-from tunegemm.errors import TunegemmWarning
+from tunegemm.errors import ProblemError, TunegemmWarning
 
 BF16 = torch.bfloat16
 
@@ -72,6 +73,7 @@ import warnings
 warnings.simplefilter("ignore")
 import torch
 from tunegemm.describe.device import find_device
+from tunegemm.dispatch import notices
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.planning import Planner
 from tunegemm.choose.snapshot import Snapshot
@@ -92,3 +94,37 @@ def test_a_program_that_asks_for_it_gets_a_summary(asked: str, forks: Forks, tmp
         return
     (line,) = lines
     assert "700x48x64" in line and "from 3 up" in line and "tunegemm tune --shape 700x48x64" in line
+
+
+def test_a_summary_names_each_weight_with_its_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_MOST_WEIGHTS", 2)
+    found = notices.Notices()
+    found.untuned(Problem(1, 64, 64))
+    assert not found.sums_up and found.summary() == []
+    monkeypatch.setattr(notices.atexit, "register", lambda *_: None)
+    found.sum_up()
+    assert found.sums_up
+    for m in (16, 8, 32):
+        found.untuned(Problem(m, 64, 64))
+    assert found.summary() == [
+        "torch computed 32x64x64 bf16 tn and other numbers of rows from 8 up, without a record: "
+        "tunegemm tune --shape 32x64x64 --dtype bf16 --layout tn"
+    ]
+    found.untuned(Problem(8, 64, 128))
+    found.untuned(Problem(8, 64, 256))
+    assert found.summary()[1:] == [
+        "torch computed 8x64x128 bf16 tn, without a record: "
+        "tunegemm tune --shape 8x64x128 --dtype bf16 --layout tn",
+        "further products than these 2 also ran in torch",
+    ]
+
+
+def test_errors_and_callers_by_their_names() -> None:
+    class Odd(Exception):
+        pass
+
+    errors = (KeyError("x"), Odd(), Odd("why"), ValueError("bad"), RuntimeError("no"), ProblemError("odd"))
+    assert [notices.named_error(error) for error in errors] == [
+        "KeyError: 'x'", "Odd", "Odd: why", "bad", "no", "odd"
+    ]  # fmt: skip
+    assert (notices.who("matmul"), notices.who("")) == ("tunegemm.matmul", "tunegemm")

@@ -14,6 +14,9 @@ from tunegemm.model import shortlist
 DEVICE = find_device("model:h200")
 
 
+SKINNY = {kernel["tile_m"] for kernel in shortlist.listed() if kernel.family == "skinny"}
+
+
 def test_every_listed_kernel_is_one_of_its_family() -> None:
     kernels = shortlist.listed()
     assert len(set(kernels)) == len(kernels)
@@ -82,3 +85,12 @@ def test_kernels_of_one_order_of_sums_are_all_that_have_it() -> None:
     assert others
     for kernel in others:
         assert families.reduction_class(plain, shortlist.launched(plain, kernel)) != tiles.ORDERED, kernel
+
+
+def test_kernels_of_few_rows_are_those_of_the_next_eight() -> None:
+    for m, tile in ((1, 8), (8, 8), (9, 16), (16, 16), (17, 24), (24, 24)):
+        found = shortlist.choices(Problem.parse(f"{m}x4096x4096"), DEVICE)
+        problem = Problem.parse(f"{m}x4096x4096")
+        candidates = [found.candidate(problem, number) for number in range(len(found))]
+        tiles = {one["tile_m"] for one in candidates if one.family == "skinny"}
+        assert tiles == ({tile} if tile in SKINNY else set()), (m, tiles)

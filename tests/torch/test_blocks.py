@@ -58,6 +58,38 @@ def test_autocast_leaves_the_fp32_product() -> None:
     assert torch.equal(result, tunegemm.scaled_mm(*given, out_dtype=F32))
 
 
+def test_which_products_are_left_to_torch() -> None:
+    assert [own.torch_is_faster(rows, n) for rows, n in ((64, 1 << 30), (65, 1 << 30), (256, 1 << 30))] == [
+        False, True, True
+    ]  # fmt: skip
+    many = (1 << 20) // 256
+    assert [own.torch_is_faster(rows, n) for rows, n in ((256, many), (256, many + 1), (257, 1))] == [
+        False, True, True
+    ]  # fmt: skip
+    assert [own.blocks_of(extent) for extent in (1, 128, 129, 256)] == [1, 1, 2, 2]
+
+
+def test_scales_and_operands_that_torch_takes() -> None:
+    a, b, scale_a, scale_b = operands(8, 256, 640)  # five blocks along k
+    padded = torch.rand(2, 8).t()  # each column of eight, of which five are read
+    good = a, b, scale_a, padded[:5]
+    assert own.are_of_blocks(*good) and own.torch_takes(*good)
+    for name, given in {
+        "rows": (a[:6], b, torch.rand(5, 6).t(), padded[:5]),
+        "scale_a's layout": (a, b, scale_a.contiguous(), padded[:5]),
+        "scale_b's layout": (a, b, scale_a, scale_b),
+        "k": (a[:, :632], b[:632], scale_a, padded[:5]),
+        "b's layout": (a, b.contiguous(), scale_a, padded[:5]),
+    }.items():
+        assert own.are_of_blocks(*given) and not own.torch_takes(*given), name
+    assert own.are_of_blocks(a, b, scale_a, padded)  # torch's padding of scale_b
+    for wrong in (padded[:7], padded[:4], padded[:5, :1], padded[:5, 0]):
+        assert not own.are_of_blocks(a, b, scale_a, wrong)
+    assert not own.are_of_blocks(a, b, scale_a[:, :4], padded[:5])
+    assert not own.are_of_blocks(a[0], b, scale_a, padded[:5])
+    assert not own.are_of_blocks(a, b[:, 0], scale_a, padded[:5])
+
+
 class Scaled(torch.nn.Module):
     def forward(self, *given: torch.Tensor) -> torch.Tensor:
         return tunegemm.scaled_mm(*given[:4], bias=given[4] if len(given) > 4 else None, out_dtype=BF16)

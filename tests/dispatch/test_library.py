@@ -1,0 +1,97 @@
+"""What a call of torch's operators is, as torch itself decides it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps, takes_fp8
+
+SHAPES: dict[int, list[tuple[int, ...]]] = {
+    2: [(), (1,), (4,), (5,), (3, 5), (1, 5), (3, 1), (1, 1), (5, 3), (3, 4), (1, 3, 5)],
+    3: [(), (5,), (3, 5), (2, 3, 5), (1, 3, 5), (2, 1, 1), (1, 1, 5), (3, 3, 5), (2, 3, 1), (2, 5, 3)],
+}
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+@pytest.mark.parametrize("beta", [0, 1, 0.5])
+def test_a_sum_is_one_where_torch_adds_it(dimensions: int, beta: float) -> None:
+    add = {2: torch.addmm, 3: torch.baddbmm}[dimensions]
+    lefts = [(3, 4), (3, 5), (4,)] if dimensions == 2 else [(2, 3, 4), (1, 3, 4), (3, 4)]
+    rights = [(4, 5), (5, 4)] if dimensions == 2 else [(2, 4, 5), (2, 5, 4)]
+    seen = set()
+    for left, right, shape in itertools.product(lefts, rights, SHAPES[dimensions]):
+        a, b, c = (torch.randn(each) for each in (left, right, shape))
+        try:
+            expected = add(c, a, b, beta=beta, alpha=0.25)
+        except RuntimeError:
+            assert not is_sum(c, a, b, beta, dimensions), (left, right, shape)
+            continue
+        assert is_sum(c, a, b, beta, dimensions), (left, right, shape)
+        text, tensors, numbers = addmm_steps(c, a, b, beta, 0.25)
+        seen.add(text)
+        product = a @ b * numbers[0]
+        (term,) = tensors or (torch.zeros(()),)
+        torch.testing.assert_close(product + (numbers[-1] if "beta_c" in text else 1) * term, expected)
+    assert seen == {0: {"alpha"}, 1: {"alpha+bias_n", "alpha+beta_c"}, 0.5: {"alpha+beta_c"}}[beta]
+
+
+def test_c_counts_where_it_is_not_read() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    assert is_sum(torch.randn(5), a, b, 0, 2)
+    for c in (
+        torch.randn(5, dtype=torch.float64),
+        torch.empty(5, device="meta"),
+        torch.randn(5).requires_grad_(),
+    ):
+        assert not is_sum(c, a, b, 0, 2) and is_sum(c, a, b, 1, 2)
+    with torch.no_grad():
+        assert is_sum(torch.randn(5).requires_grad_(), a, b, 0, 2)
+
+
+def test_rows_of_a_bias_are_biases() -> None:
+    a, b, row = torch.randn(3, 4), torch.randn(4, 5), torch.randn(1, 5)
+
+    def text(c: torch.Tensor, a: torch.Tensor = a, beta: float = 1, alpha: float = 1) -> str:
+        return addmm_steps(c, a, b, beta, alpha)[0]
+
+    assert text(row) == text(row.expand(3, 5)) == text(row[0]) == "bias_n"
+    assert text(row, a[:1]) == text(torch.randn(3, 5)) == text(row.expand(1, 5), a[:1]) == "beta_c"
+    assert (text(row, beta=2), text(row, beta=0), text(row, alpha=2, beta=0)) == ("beta_c", "", "alpha")
+    assert addmm_steps(row, a, b, 2, 3)[2] == (3.0, 2.0)
+    with pytest.raises(TypeError, match="'2' is not a number"):
+        addmm_steps(row, a, b, "2", 1)  # type: ignore[arg-type]
+
+
+def test_scales_by_their_shapes() -> None:
+    a, b = torch.empty(3, 16), torch.empty(16, 5)
+
+    def text(of_a: tuple[int, ...], of_b: tuple[int, ...], bias: bool = False, **given: Any) -> str:
+        x, y = given.get("x", a), given.get("y", b)
+        return scale_steps(x, y, torch.empty(of_a), torch.empty(of_b), bias)
+
+    assert text((), ()) == text((1,), (1, 1)) == "scale_tensor"
+    assert text((3, 1), (1, 5)) == "scale_rowwise" and text((3, 1), (1, 5), True) == "scale_rowwise+bias_n"
+    assert text((), (), True) == "scale_tensor+bias_n"
+    for of_a, of_b in (((3, 1), ()), ((), (1, 5)), ((3,), (5,)), ((1, 3), (1, 5)), ((3, 1), (5, 1))):
+        assert text(of_a, of_b) == ""
+    assert text((), (), x=torch.empty(1, 3, 16)) == text((), (), y=torch.empty(16)) == ""
+
+
+def test_fp8_operands_that_torch_multiplies_as_they_lie() -> None:
+    fp8, other = torch.float8_e4m3fn, torch.float8_e5m2
+    a, weight = torch.empty(3, 32, dtype=fp8), torch.empty(16, 32, dtype=fp8)
+    assert (
+        takes_fp8(a, weight.t()) and takes_fp8(a, weight.t().to(other)) and takes_fp8(a.to(other), weight.t())
+    )
+    for x, y in (
+        (a.to(other), weight.t().to(other)), (a.t().contiguous().t(), weight.t()),
+        (a, weight.t().contiguous()),
+        (a[:, :24], weight[:, :24].t()), (a, weight[:8].t()), (a.bfloat16(), weight.t()),
+        (a, weight.t().bfloat16()), (a[None], weight.t()), (a, weight.t()[None]),
+        (a.to(torch.int8), weight.t().to(torch.int8)),
+    ):  # fmt: skip
+        assert not takes_fp8(x, y)
