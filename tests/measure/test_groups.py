@@ -53,6 +53,22 @@ def test_up_to_16384_rows_are_drawn_and_more_are_divided_by_their_shares() -> No
     assert most_off(1 << 14) > 8 > 1 > most_off((1 << 14) + 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "typical", "ragged"),
+    [
+        (17, [5, 8, 4, 0, 0], [6, 0, 9, 0, 0]),
+        (16384, [2072, 8512, 5706, 72, 22], [3907, 0, 10305, 124, 0]),
+        (16385, [2094, 8462, 5734, 67, 28], [3907, 0, 10306, 124, 0]),
+    ],
+)
+def test_divisions_are_the_same_every_time(rows: int, typical: list[int], ragged: list[int]) -> None:
+    """Kernels were chosen by these."""
+    more = [rows // 5 + (group < rows % 5) for group in range(5)]
+    found = {skew: divide(5, rows, skew, 7) for skew in (*SKEWS, RAGGED)}
+    assert found == {"uniform": more, "typical": typical, "one_hot": [0, 0, rows, 0, 0], RAGGED: ragged}
+    assert divide(5, 17, "uniform", 0) == [4, 4, 3, 3, 3]
+
+
 def test_a_ragged_division_has_groups_without_rows_and_rows_behind_the_last() -> None:
     sizes = divide(6, 96, RAGGED)
     assert sum(sizes) == 84 and sizes[1] == sizes[4] == 0
