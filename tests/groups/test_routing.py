@@ -19,6 +19,8 @@ from tunegemm.groups import routing
 from tunegemm.groups.routing import Gate, Routing
 from tunegemm.model.grouped import configs
 
+BF16 = torch.bfloat16
+
 
 class Steps:
     """Kernels for CPU tensors, in torch."""
@@ -307,3 +309,71 @@ def test_few_rows_are_launched_with_their_strides(steps: Steps) -> None:
     assert [of_gate[name] for name in names] == [2, 5, 8, 4, 5, 96, 6, 1, 2, 1]
     steps.found = False
     assert routing.few(config, 0, steps.load) is None
+
+
+def test_what_route_takes_at_its_borders() -> None:
+    def plan(tokens: int, chosen: int = 1, count: int = 8, hidden: int = 16, **changes: Any) -> str:
+        x = torch.empty(max(tokens, 1), hidden, dtype=changes.get("dtype", BF16))
+        index = torch.zeros(tokens, chosen, dtype=torch.int64)
+        planned = routing._route(changes.get("x", x), changes.get("index", index), count)
+        return "" if planned is None else f"{planned.name} {planned.ctas}"
+
+    many, most = kernels.MOST_CHOICES, kernels.MOST_SPREAD
+    assert [plan(tokens) for tokens in (0, 1, 512, 513, many)] == [
+        "", "route 1 2", "route 1 513", "route 8 66", f"route 8 {many // 8 + 1}"
+    ]  # fmt: skip
+    assert plan(many + 1) == "spread 33" and plan(most) == f"spread {most // 256}" and plan(most + 1) == ""
+    assert plan(64, 8) == "route 1 513" and plan(64, 9) == "route 8 73"
+    bins = kernels.BINS
+    assert plan(many + 1, count=bins - 2) and not plan(many + 1, count=bins - 1)
+    assert plan(many, count=bins - 1) and not plan(many, count=0)
+    x = torch.empty(8, 32, dtype=BF16)
+    for wrong in (x[:, 4:12], x[:, :12], x[:, ::2], x.t()[:8, :8], torch.empty(8, 20, dtype=BF16)[:, :16]):
+        assert plan(8, x=wrong) == ""
+    assert plan(8, x=x[:, 8:24]) and plan(8, dtype=torch.float16) and not plan(8, dtype=torch.float32)
+    assert not plan(8, index=torch.zeros(2, 8, dtype=torch.int64).t())
+    planned = routing._route(x[:, 8:24], torch.zeros(4, 2, dtype=torch.int64), 5)
+    assert planned is not None and planned.numbers == {
+        "step": 2, "total": 8, "chosen": 2, "count": 5, "units": 2, "x_units": 4
+    }  # fmt: skip
+
+
+def test_what_combine_and_gate_take_at_their_borders() -> None:
+    rows, place = torch.empty(8, 16, dtype=BF16), torch.zeros(8, dtype=torch.int32)
+    ends, weights = torch.zeros(3, dtype=torch.int32), torch.empty(4, 2)
+    good = {"rows": rows, "place": place, "ends": ends, "weights": weights}
+
+    def name(**changes: Any) -> str:
+        planned = routing._combine(**good | changes)
+        return "" if planned is None else planned.name
+
+    assert name() == "combine bf16 fp32" and name(weights=weights.to(BF16)) == "combine bf16 bf16"
+    assert name(rows=rows.half()) == "combine fp16 fp32" and name(place=place.long())
+    strided = torch.empty(4, 5)[:, :2]
+    planned = routing._combine(rows, place.long(), ends, strided)
+    assert planned is not None and planned.ctas == 4 and planned.numbers == {
+        "step": 2, "count": 3, "chosen": 2, "units": 2, "blocks": 1, "weights_stride": 5
+    }  # fmt: skip
+    for changes in (
+        {"rows": rows.float()}, {"weights": weights.half()}, {"weights": weights.double()},
+        {"rows": torch.empty(8, 32, dtype=BF16)[:, :16]}, {"rows": torch.empty(8, 12, dtype=BF16)},
+        {"rows": torch.empty(8 * 16 + 4, dtype=BF16)[4:].view(8, 16)}, {"place": place.short()},
+        {"place": torch.zeros(8, 2, dtype=torch.int32)[:, 0]}, {"ends": ends.long()}, {"ends": ends[:0]},
+        {"ends": torch.zeros(3, 2, dtype=torch.int32)[:, 0]}, {"weights": torch.empty(2, 4).t()},
+        {"weights": weights[:0]}, {"weights": weights[:, :0]}, {"weights": weights.to("meta")},
+        {"place": place.to("meta")}, {"ends": ends.to("meta")},
+    ):  # fmt: skip
+        assert name(**changes) == "", changes
+    gate = Gate(1.5, 2.0, 1.0)
+
+    def gated(both: torch.Tensor) -> bool:
+        return routing._gate(both, gate) is not None
+
+    assert gated(torch.empty(4, 16, dtype=BF16)) and gated(torch.empty(4, 48, dtype=torch.float16))
+    for both in (
+        torch.empty(4, 24, dtype=BF16), torch.empty(4, 16), torch.empty(0, 16, dtype=BF16),
+        torch.empty(4, 32, dtype=BF16)[:, :16], torch.empty(4 * 16 + 4, dtype=BF16)[4:].view(4, 16),
+    ):  # fmt: skip
+        assert not gated(both)
+    planned = routing._gate(torch.empty(4, 48, dtype=BF16), gate)
+    assert planned is not None and (planned.ctas, planned.numbers["units"]) == (4, 3)
