@@ -267,6 +267,45 @@ class TestProgress:
         assert "compiled 24 (+96)" in text
         assert "measured" not in text
 
+    def test_a_clock_estimates_what_is_left(self) -> None:
+        from tunegemm.cli.progress import ProgressView
+
+        def clock(elapsed_s: float, **changes: object) -> str:
+            return view._clock(self.progress(**changes), elapsed_s)  # type: ignore[arg-type]
+
+        view = ProgressView(Console(file=io.StringIO()), budget_s=20.0)
+        assert clock(15.0) == "15 s, about 316 s to go, 5 s of the budget left"
+        assert clock(20.0, planned=16) == "20 s, about 1 s to go, the budget is spent: ending"
+        assert clock(21.0, planned=15) == "21 s, the budget is spent: ending"
+        assert clock(1.0, measured=0) == "1 s, 19 s of the budget left"
+        assert ProgressView(Console(file=io.StringIO()))._clock(self.progress(measured=0), 1.0) == "1 s"  # type: ignore[arg-type]
+
+    def test_a_place_among_several_and_a_bar_of_what_is_done(self) -> None:
+        from rich.progress_bar import ProgressBar
+
+        from tunegemm.cli.progress import ProgressView
+        from tunegemm.describe.problem import Problem
+
+        view = ProgressView(Console(file=io.StringIO()), total=2)
+        places = [view._place()]
+        for _ in range(2):
+            view.end(Problem.parse(SHAPE))
+            places.append(view._place())
+        assert places == ["[1/2] ", "[2/2] ", "[2/2] "]
+        assert ProgressView(Console(file=io.StringIO()))._place() == ""
+        for changes, total, completed in (
+            ({}, 400, 15), ({"planned": 10}, 10, 10), ({"planned": 0}, 1, 0),
+            ({"stage": "compile"}, 400, 24),
+        ):  # fmt: skip
+            shown = view._render(self.progress(**changes), 0.0)  # type: ignore[arg-type]
+            (bar,) = (
+                cell
+                for column in shown.renderables[0].columns  # type: ignore[union-attr]
+                for cell in column.cells
+                if isinstance(cell, ProgressBar)
+            )
+            assert (bar.total, bar.completed) == (total, completed)
+
     def test_a_terminal_gets_a_live_view(self) -> None:
         text = self.lines(True, self.progress())
         assert "best pp128x192x64 at 205.3 us" in text

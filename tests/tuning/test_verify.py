@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,12 +19,13 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.evidence import STEADY_METHODS, Evidence
 from tunegemm.measure.outcome import STEADY_MS, Failure
 from tunegemm.measure.replay import open_replay
-from tunegemm.store import Database
+from tunegemm.store import Database, Record
 from tunegemm.store.validity import Grade
 from tunegemm.tuning.tuner import Tuner
-from tunegemm.tuning.verify import due, verify
+from tunegemm.tuning.verify import _is_alike, due, verify
 
 PROBLEM = Problem.parse("512x512x512")
 NOW = replace(find_device("model:h200"), spec="cuda:0")
@@ -106,6 +109,32 @@ def test_records_that_are_no_more_than_seeds_are_not_verified(
     database: Database, facts: dict[str, str]
 ) -> None:
     assert due(database.records(), replace(NOW.fingerprint, **facts), everything=True) == []  # type: ignore[arg-type]
+
+
+def test_of_a_problems_records_the_best_and_narrowest_is_due(database: Database) -> None:
+    (old,) = database.records()
+    narrower, current = replace(old, label="narrower"), replace(old, fingerprint=NOW.fingerprint)
+    small = replace(old, problem=Problem.parse("64x64x64"))
+
+    def labels(*records: Record, everything: bool = False) -> list[Record]:
+        return [record for _, record in due(records, NOW.fingerprint, everything=everything)]
+
+    assert labels(old, narrower) == [narrower] and labels(narrower, old) == [old]
+    assert labels(old, small) == [small, old]
+    for records in ((old, current), (current, old)):
+        assert labels(*records) == [] and labels(*records, everything=True) == [current]
+
+
+def test_only_final_races_with_the_same_timing_compare() -> None:
+    def alike(steady: bool = False, **facts: Any) -> bool:
+        before = {"samples_us": (1.0,), "method": "race", "evidence": Evidence.RACE} | facts
+        return _is_alike(SimpleNamespace(**before), SimpleNamespace(is_steady=steady))  # type: ignore[arg-type]
+
+    assert alike() and alike(evidence=Evidence.FINAL) and not alike(evidence=Evidence.SCREEN)
+    method = min(STEADY_METHODS)
+    assert alike(True, method=method) and not alike(method=method) and not alike(True)
+    assert not alike(True, method=method, evidence=Evidence.SCREEN)
+    assert alike(True, samples_us=(), confirmed=True) and not alike(samples_us=(), confirmed=False)
 
 
 def test_nothing_is_verified_without_a_gpu(database: Database) -> None:
