@@ -9,8 +9,9 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch import online as online_tuning
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.feedback import Feedback, Measure, measure, measuring, predictions
 from tunegemm.dispatch.launchers import TORCH, Prepared
@@ -503,3 +505,37 @@ def test_idle_is_three_looks_in_turn_without_a_kernel() -> None:
     assert wait_until_idle(DEVICE, lambda: looks.pop(0), slept.append)
     assert looks == [99] and slept == [1.0] * 6
     assert not wait_until_idle(DEVICE, lambda: None, slept.append)
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "given_s", "waits"),
+    [
+        (5.0, [15.0, 15.0, 10.0, 5.0], 2),  # two before the next look whether the GPU is idle
+        (6.0, [15.0, 14.0, 8.0, 2.0], 4),
+        (20.0, [15.0], 1),
+    ],
+)
+def test_a_budget_is_spent_product_by_product(
+    takes_s: float, given_s: list[float], waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, given, waited, said = [0.0], list[float](), list[Device](), list[str]()
+
+    def measure(problem: Problem, options: Any, seconds: float) -> None:
+        given.append(seconds)
+        now[0] += takes_s
+
+    def wait(device: Device) -> bool:
+        waited.append(device)
+        return True
+
+    def notify(result: Any, warning: str) -> None:
+        said.append(warning)
+
+    monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "20")
+    monkeypatch.setattr(online_tuning, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tuning = OnlineTuning(measuring=lambda device: nullcontext(measure), wait=wait)  # type: ignore[arg-type]
+    for m in range(1, 9):
+        tuning._queue.append(online_tuning._Waiting(Problem(m, 64, 64), DEVICE, (), notify))
+    tuning._measure_all()
+    assert given == given_s and len(waited) == waits
+    assert said[:-1] == [""] * len(given) and said[-1].startswith("the budget for online tuning is spent")
