@@ -608,3 +608,77 @@ def test_a_launch_takes_what_a_call_gives_it() -> None:
     signature = inspect.signature(GroupedKernel.of)
     bound = signature.bind(None, *range(6), interleaved=True, blocks=1, swizzle_size=1, l2_hint=0)
     assert list(bound.arguments)[1:7] == ["a", "weights", "out", "offsets", "bias", "scales"]
+
+
+def test_ends_are_checked_at_their_borders() -> None:
+    def check(*ends: int) -> None:
+        grouped.check_ends(torch.tensor(ends, dtype=torch.int32), 8)
+
+    for ends in ((), (0,), (8,), (0, 0, 8), (3, 3, 8, 8)):
+        check(*ends)
+    for ends, says in (
+        ((9,), r"offs\[0\] is 9, after 0"), ((-1, 8), r"offs\[0\] is -1"),
+        ((4, 3), r"offs\[1\] is 3, after 4"), ((8, 9), r"offs\[1\] is 9, after 8 and with 8 rows"),
+    ):  # fmt: skip
+        with pytest.raises(ProblemError, match=says):
+            check(*ends)
+    grouped.check_ends(torch.empty(2, dtype=torch.int32, device="meta"), 8)
+
+
+def test_which_operands_a_kernel_of_groups_reads() -> None:
+    a, b, offs = torch.empty(8, 32, dtype=BF16), torch.empty(3, 16, 32, dtype=BF16).mT, torch.zeros(3).int()
+
+    def fits(a: Any = a, b: Any = b, bias: Any = None, **words: Any) -> bool:
+        return grouped.fits(a, b, offs, bias, "cpu", **words)
+
+    assert fits() and fits(a.half(), b.half()) and fits(b=b.contiguous())
+    assert fits(bias=torch.empty(16, dtype=BF16)) and fits(bias=torch.empty(3, 16, dtype=BF16))
+    apart = torch.empty(8 * 32 + 4, dtype=BF16)[4:].view(8, 32)
+    behind = torch.empty(3 * 16 * 32 + 4, dtype=BF16)[4:].view(3, 16, 32).mT
+    for changes in (
+        {"a": apart}, {"b": behind}, {"a": a.float(), "b": b.float()}, {"b": b[None]}, {"a": a[:, ::2]},
+        {"bias": torch.empty(15, dtype=BF16)}, {"bias": torch.empty(2, 16, dtype=BF16)},
+    ):  # fmt: skip
+        assert not fits(**changes), changes
+    assert not grouped.fits(a, b, offs, None, "cuda")
+    along = torch.empty(8, 16, dtype=BF16)
+    assert fits(a.t(), along) and not fits(a.t(), along, bias=torch.empty(16, dtype=BF16))
+    assert not fits(a.t()[None], along)
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    scales, of_columns = torch.empty(8), torch.empty(3, 16)
+    assert fits(a8, b8, of_columns, scales=scales)
+    assert not fits(a8, b8[..., :8], of_columns[:, :8].contiguous(), scales=scales)
+
+
+def test_what_is_wrong_with_groups_that_torch_refused() -> None:
+    a, b, offs = torch.empty(8, 32, dtype=BF16), torch.empty(3, 16, 32, dtype=BF16).mT, torch.zeros(3).int()
+
+    def wrong(a: Any = a, b: Any = b, offs: Any = offs) -> str:
+        return grouped._wrong_groups(a, b, offs).partition(";")[0]
+
+    assert wrong() == wrong(a[None]) == wrong(b=b[0]) == wrong(offs=None) == wrong(b=b.contiguous()) == ""
+    assert wrong(a[0]) == "a has shape (32,)"
+    assert wrong(offs=offs.long()) == "offs are torch.int64"
+    assert wrong(offs=offs[:2]) == "offs have shape (2,), b has 3 groups"
+    for changes in ({"offs": offs.to("meta")}, {"b": b.to("meta")}):
+        assert wrong(**changes).startswith("a is on cpu, b on ")
+    assert wrong(a[:, :16]) == "a has k 16 and b 32"
+    assert wrong(a.half()) == "a is torch.float16, b torch.bfloat16"
+    apart = torch.empty(8 * 32 + 4, dtype=BF16)[4:].view(8, 32)
+    assert wrong(apart).startswith("a begins at 0x")
+    assert wrong(torch.empty(8, 64, dtype=BF16)[:, ::2]) == "a has strides (64, 2)"
+    assert wrong(torch.empty(8, 36, dtype=BF16)[:, :32]) == "a has strides (36, 1), of 2 bytes"
+    odd = torch.empty(3, 16, 36, dtype=BF16)[..., :32].mT
+    assert wrong(b=odd) == "b has strides (576, 1, 36), of 2 bytes"
+
+
+def test_what_is_wrong_with_a_bias() -> None:
+    a, b = torch.empty(8, 32), torch.empty(3, 32, 16)
+    assert grouped._wrong_bias(a, b, torch.empty(16)) == grouped._wrong_bias(a, b, torch.empty(3, 16)) == ""
+    for operands in ((a, b, 1.0), (a[None], b, torch.empty(16)), (a, b[0], torch.empty(16))):
+        assert grouped._wrong_bias(*operands).startswith("bias is for a (rows, k)")
+    for shape in ((15,), (2, 16), (1, 16), (3, 1)):
+        assert (
+            grouped._wrong_bias(a, b, torch.empty(shape)) == f"bias has shape {shape}; give (16,) or (3, 16)"
+        )
+    assert "bias is on meta, a on cpu" in grouped._wrong_bias(a, b, torch.empty(16, device="meta"))
