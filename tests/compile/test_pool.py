@@ -16,6 +16,7 @@ from tests.support.processes import environment
 from tests.support.waiting import until
 from tunegemm.compile.artifacts import ArtifactStore, digest
 from tunegemm.compile.pool import CompilePool, Urgency, default_workers
+from tunegemm.compile.worker import one_line
 from tunegemm.errors import ArtifactError, CompileError
 from tunegemm.store.packs import Pack
 
@@ -268,3 +269,10 @@ def _compiled(store: ArtifactStore) -> Path:
         artifact = pool.submit("planted", key("a")).result().artifact
     assert artifact is not None
     return artifact.path
+
+
+def test_an_error_of_a_compiler_is_a_line() -> None:
+    assert one_line(ValueError("  first\n\nsecond ")) == "ValueError: first"
+    fatal = RuntimeError("first\nptxas FATAL : no such arch\nlast")
+    assert one_line(fatal) == "RuntimeError: ptxas FATAL : no such arch"
+    assert one_line(KeyError()) == "KeyError: " and len(one_line(OSError("x" * 999))) == 300

@@ -199,6 +199,16 @@ def test_telemetry_is_that_of_the_gpu_whose_uuid_cuda_says(
     assert (reader.energy_mj(), reader.busy_percent()) == (None, None)
 
 
+def test_what_nvml_says_of_work_and_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1500  # type: ignore[attr-defined]
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=7)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="3"))
+    reader = TelemetryReader(0)
+    assert (reader.energy_mj(), reader.busy_percent()) == (1500.0, 7)
+
+
 @pytest.mark.gpu
 def test_telemetry_of_a_real_gpu() -> None:
     telemetry = TelemetryReader(0).read()

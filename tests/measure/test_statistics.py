@@ -13,6 +13,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.messages import add_seconds
 from tunegemm.measure.outcome import STEADY_MS, Measurement
 from tunegemm.measure.statistics import (
     NOISE_FLOOR,
@@ -209,3 +210,16 @@ def test_a_tie_has_its_limit_at_the_noise() -> None:
         assert tie(first, raced(1 + 0.999 * limit)) and tie(raced(1 + 0.999 * limit), first)
         assert not tie(first, raced(1 + 1.001 * limit)) and not tie(raced(1 + 1.001 * limit), first)
     assert not tie(first, raced(1.009), 0.005) and tie(raced(1.0), raced(1.009), 0.01)
+
+
+def test_figures_of_a_measurement() -> None:
+    found = Measurement(KERNEL, (10.0, 20.0, 30.0, 40.0), (20.0, 30.0, 90.0, 40.0), 0.0, 0.0)
+    assert (found.median_us, found.baseline_median_us, found.ratio) == (25.0, 35.0, 1.75)
+    assert found.spread == pytest.approx((37.5 - 12.5) / 25)
+    assert [raced(*(1.0,) * count).spread for count in (1, 2)] == [0.0, 0.0] and not found.is_steady
+
+
+def test_seconds_of_phases_add_up() -> None:
+    total = {"start": 1.5}
+    add_seconds(total, {"start": 0.25, "races": 2.0})
+    assert total == {"start": 1.75, "races": 2.0}
