@@ -219,3 +219,27 @@ def test_inductors_code_calls_the_function(served: Any, kernel: Any) -> None:
         close(layer(x, weight), gated(functional.linear(x, weight)) + 1, 1e-2)
         assert (len(served.calls), len(kernel.calls)) == by, rows
     assert counts == [1]
+
+
+def test_ranges_are_served_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(columns: int) -> list[int]:
+        rows = (1, 32, 33, 64, 65, 128, 129, 511, 512, 1023, 1024, 8192, 8193)
+        return [each for each in rows if vllm_gates._is_served(each, columns)]
+
+    assert served(7167) == served(51201) == []
+    assert served(7168) == served(14335) == [33, 64, 1024, 8192]
+    assert served(14336) == served(28672) == [33, 64, 65, 128, 512, 1023, 1024, 8192]
+    assert served(28673) == served(51200) == [33, 64, 512, 1023, 1024, 8192]
+    monkeypatch.setattr(vllm_gates, "choose", lambda *given, **words: given[3] != 1023 or None)
+    assert vllm_gates.ranges(14336, 4096) == [(33, 128), (1024, 8192)]
+    monkeypatch.setattr(vllm_gates, "choose", lambda *given, **words: given)
+    assert vllm_gates.ranges(14336, 4096) == [(33, 128), (512, 8192)]
+    assert vllm_gates.ranges(7168, 4096) == [(33, 64), (1024, 8192)]
+    assert vllm_gates.ranges(14336 + 8, 4096) == vllm_gates.ranges(7152, 4096) == []
+    monkeypatch.setattr(vllm_gates, "met", {})
+    assert vllm_gates.said() == ""
+    vllm_gates.met.update(dict.fromkeys([torch.Size((7168, 64)), torch.Size((51200, 128))]))
+    assert vllm_gates.said() == (
+        "; with silu's gate bf16 7168x64 at 33 to 64, 1024 to 8192 rows, "
+        "51200x128 at 33 to 64, 512 to 8192 rows"
+    )
