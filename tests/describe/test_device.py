@@ -199,6 +199,13 @@ def test_telemetry_is_that_of_the_gpu_whose_uuid_cuda_says(
     assert (reader.energy_mj(), reader.busy_percent()) == (None, None)
 
 
+def test_what_just_fits_into_memory_fits() -> None:
+    problem, device = Problem.parse("64x64x64"), find_device("model:h200")
+    assert replace(device, memory_bytes=problem.memory_bytes).lacks_memory(problem) is None
+    lack = replace(device, memory_bytes=problem.memory_bytes - 1).lacks_memory(problem)
+    assert lack is not None and "operands and output of 2.458e-05 GB > " in lack
+
+
 def test_what_nvml_says_of_work_and_energy(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml()
     nvml.nvmlDeviceGetTotalEnergyConsumption = lambda handle: 1500  # type: ignore[attr-defined]
