@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -22,7 +23,7 @@ from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.planning import Planner
-from tunegemm.dispatch.states import MAX_CONTEXTS
+from tunegemm.dispatch.states import MAX_CONTEXTS, MAX_POLICIES, State
 from tunegemm.errors import PolicyError, TunegemmWarning
 from tunegemm.store.record import Record
 
@@ -196,15 +197,27 @@ def test_blocks_end_in_any_order(policy_now):
     assert (policy_now(), in_thread(policy_now)) == ("fastest", ["fastest"])
 
 
-def test_a_call_within_a_block_changes_it_until_it_ends(policy_now):
+def test_a_call_within_a_block_holds_until_it_ends(policy_now):
     outer, inner = holding("deterministic", "no_workspace")
-    tunegemm.policy("min_energy")
-    assert policy_now() == "min_energy"
+    for prefer in ("batch_invariant", "min_energy"):
+        tunegemm.policy(prefer)
+        assert policy_now() == prefer
     outer.close()
     assert policy_now() == "min_energy"
-    tunegemm.policy("fastest")
     inner.close()
-    assert policy_now() == "fastest"
+    assert policy_now() == "min_energy", "the process's"
+    (outer,) = holding("deterministic")
+    inherited = contextvars.copy_context()
+
+    def call() -> None:
+        tunegemm.policy("fastest")
+
+    inherited.run(call)
+    assert (policy_now(), inherited.run(policy_now)) == ("deterministic", "fastest")
+    in_thread(outer.close)
+    assert (policy_now(), inherited.run(policy_now)) == ("fastest", "fastest")
+    tunegemm.policy("no_workspace")
+    assert (policy_now(), inherited.run(policy_now)) == ("no_workspace", "no_workspace"), "no block is left"
 
 
 def test_a_block_that_another_context_ends_is_over_in_its_own(policy_now):
@@ -288,6 +301,20 @@ def test_more_policies_than_are_kept_serve(policy_now, dispatcher):
             assert torch.equal(quietly(made.matmul, a, b), a @ b)
             assert made.planner.policy.max_sms == max_sms
     assert len(made.planner.states) <= 6 and policy_now() == "fastest"
+    kept = [str(state.policy) for state in made.planner.states.all()]
+    last = [f"deterministic on {max_sms} multiprocessors" for max_sms in (107, 108, 109, 100)]
+    assert sorted(kept) == sorted(["fastest", *last]) and len(kept) == MAX_POLICIES + 1
+
+
+def test_the_older_half_makes_room() -> None:
+    state = State()
+    for size, left in ((3, [0, 1, 2]), (4, [3]), (5, [3, 4])):
+        state.plans = {(number,): None for number in range(size)}
+        state.misses = {(number,): [] for number in range(2)}
+        state.recent = {"call": None}  # type: ignore[dict-item]
+        state.make_room(4)
+        assert [number for (number,) in state.plans] == left and len(state.misses) == 2
+        assert bool(state.recent) == (size < 4)
 
 
 def test_the_environment_sets_the_first_policy(monkeypatch, dispatcher):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tunegemm.choose.policies import Policy, Preference
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.states import Block, begin, change, end, own
+from tunegemm.dispatch.states import Block, begin, end, end_with_outer
 
 #: Computes all products of the process.
 dispatcher = Dispatcher()
@@ -80,7 +80,4 @@ class policy:
         policy must not serve other threads even for a moment."""
         if self._blocks and not self._is_block:
             dispatcher.planner.use(self._policy)
-            is_here = self._blocks[0] in own()
-            end(self._blocks[0])
-            if is_here and own():  # within a block until its end
-                change(own()[-1], self._policy)
+            end_with_outer(self._blocks[0])

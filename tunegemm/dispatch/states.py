@@ -167,14 +167,21 @@ class Block:
     """A ``with`` block, in the contexts where its policy holds: its own, and those copied from it meanwhile,
     such as the tasks that it starts."""
 
-    __slots__ = ("began", "is_over", "policy")
+    __slots__ = ("began", "ended_elsewhere", "outer", "policy")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.is_over = False
+        self.began: Token[tuple[Block, ...]] | None = None
+        self.outer: Block | None = None
+        """The block with which it ends, if it is a call within one."""
+        self.ended_elsewhere = False
         """Whether it ended in another context than it began in, which cannot be reached from there: a task
         that closes the generator of another one. `States.__missing__` looks at this."""
-        self.began: Token[tuple[Block, ...]] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it holds in no context."""
+        return self.ended_elsewhere or (self.outer is not None and self.outer.ended_elsewhere)
 
 
 _own: ContextVar[tuple[Block, ...]] = ContextVar("tunegemm_policy", default=())
@@ -200,32 +207,34 @@ def begin(policy: Policy) -> Block:
 
 def end(block: Block) -> None:
     """End a block, also one that is not the last: the last of those that remain decides then."""
-    global _begun
     blocks = own()
     try:
         assert block.began is not None
         _own.reset(block.began)
     except ValueError:  # it began in another context
-        block.is_over = True
+        block.ended_elsewhere = True
+    _set(tuple(each for each in blocks if block not in (each, each.outer)))
+    _count_less(block)
+
+
+def end_with_outer(block: Block) -> None:
+    """Let a block hold until the one around it ends; end it if there is none here."""
+    *outer, last = own() or (None,)
+    if last is block and outer:
+        block.outer = outer[-1].outer or outer[-1]
+        _count_less(block)
+    else:
+        end(block)
+
+
+def _count_less(block: Block) -> None:
+    global _begun
     block.began = None
-    _set(tuple(each for each in blocks if each is not block))
     with _lock:
         _begun -= 1
-        _forget(block)
-
-
-def change(block: Block, policy: Policy) -> None:
-    """Let a block hold another policy until it ends."""
-    with _lock:
-        block.policy = policy
-        _forget(block)
-    _set(own())
-
-
-def _forget(block: Block) -> None:
-    for states in list(_every.values()):
-        for blocks in [blocks for blocks in list(states) if block in blocks]:
-            del states[blocks]
+        for states in list(_every.values()):
+            for blocks in [blocks for blocks in list(states) if block in blocks]:
+                del states[blocks]
 
 
 def _set(blocks: tuple[Block, ...]) -> Token[tuple[Block, ...]]:
