@@ -271,14 +271,14 @@ class TestProgress:
         from tunegemm.cli.progress import ProgressView
 
         def clock(elapsed_s: float, **changes: object) -> str:
-            return view._clock(self.progress(**changes), elapsed_s)  # type: ignore[arg-type]
+            return view.clock(self.progress(**changes), elapsed_s)  # type: ignore[arg-type]
 
         view = ProgressView(Console(file=io.StringIO()), budget_s=20.0)
         assert clock(15.0) == "15 s, about 316 s to go, 5 s of the budget left"
         assert clock(20.0, planned=16) == "20 s, about 1 s to go, the budget is spent: ending"
         assert clock(21.0, planned=15) == "21 s, the budget is spent: ending"
         assert clock(1.0, measured=0) == "1 s, 19 s of the budget left"
-        assert ProgressView(Console(file=io.StringIO()))._clock(self.progress(measured=0), 1.0) == "1 s"  # type: ignore[arg-type]
+        assert ProgressView(Console(file=io.StringIO())).clock(self.progress(measured=0), 1.0) == "1 s"  # type: ignore[arg-type]
 
     def test_a_place_among_several_and_a_bar_of_what_is_done(self) -> None:
         from rich.progress_bar import ProgressBar
@@ -287,17 +287,17 @@ class TestProgress:
         from tunegemm.describe.problem import Problem
 
         view = ProgressView(Console(file=io.StringIO()), total=2)
-        places = [view._place()]
+        places = [view.place()]
         for _ in range(2):
             view.end(Problem.parse(SHAPE))
-            places.append(view._place())
+            places.append(view.place())
         assert places == ["[1/2] ", "[2/2] ", "[2/2] "]
-        assert ProgressView(Console(file=io.StringIO()))._place() == ""
+        assert ProgressView(Console(file=io.StringIO())).place() == ""
         for changes, total, completed in (
             ({}, 400, 15), ({"planned": 10}, 10, 10), ({"planned": 0}, 1, 0),
             ({"stage": "compile"}, 400, 24),
         ):  # fmt: skip
-            shown = view._render(self.progress(**changes), 0.0)  # type: ignore[arg-type]
+            shown = view.rendered(self.progress(**changes), 0.0)  # type: ignore[arg-type]
             (bar,) = (
                 cell
                 for column in shown.renderables[0].columns  # type: ignore[union-attr]

@@ -38,12 +38,12 @@ class Library:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Library], Library]:
     def install(library: Library) -> Library:
-        driver._primary_context.cache_clear()
-        monkeypatch.setattr(driver, "_library", lambda: library)
+        driver.retained_context.cache_clear()
+        monkeypatch.setattr(driver, "library_of_cuda", lambda: library)
         return library
 
     yield install  # type: ignore[misc]
-    driver._primary_context.cache_clear()
+    driver.retained_context.cache_clear()
 
 
 def test_a_thread_without_a_context_gets_the_devices(use: Callable[[Library], Library]) -> None:

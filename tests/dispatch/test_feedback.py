@@ -519,6 +519,7 @@ def test_a_budget_is_spent_product_by_product(
     takes_s: float, given_s: list[float], waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, given, waited, said = [0.0], list[float](), list[Device](), list[str]()
+    all_wait = threading.Event()
 
     def measure(problem: Problem, options: Any, seconds: float) -> None:
         given.append(seconds)
@@ -526,7 +527,7 @@ def test_a_budget_is_spent_product_by_product(
 
     def wait(device: Device) -> bool:
         waited.append(device)
-        return True
+        return all_wait.wait(20)
 
     def notify(result: Any, warning: str) -> None:
         said.append(warning)
@@ -535,7 +536,8 @@ def test_a_budget_is_spent_product_by_product(
     monkeypatch.setattr(online_tuning, "time", SimpleNamespace(monotonic=lambda: now[0]))
     tuning = OnlineTuning(measuring=lambda device: nullcontext(measure), wait=wait)  # type: ignore[arg-type]
     for m in range(1, 9):
-        tuning._queue.append(online_tuning._Waiting(Problem(m, 64, 64), DEVICE, (), notify))
-    tuning._measure_all()
+        tuning.later(Problem(m, 64, 64), DEVICE, (), notify)
+    all_wait.set()
+    until(lambda: tuning.is_idle)
     assert given == given_s and len(waited) == waits
     assert said[:-1] == [""] * len(given) and said[-1].startswith("the budget for online tuning is spent")

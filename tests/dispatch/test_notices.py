@@ -97,7 +97,7 @@ def test_a_program_that_asks_for_it_gets_a_summary(asked: str, forks: Forks, tmp
 
 
 def test_a_summary_names_each_weight_with_its_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "_MOST_WEIGHTS", 2)
+    monkeypatch.setattr(notices, "MOST_WEIGHTS", 2)
     found = notices.Notices()
     found.untuned(Problem(1, 64, 64))
     assert not found.sums_up and found.summary() == []

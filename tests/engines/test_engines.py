@@ -386,12 +386,12 @@ def test_the_line_says_what_is_served_and_what_is_not(serve) -> None:
     )
 
 
-@pytest.mark.parametrize("kinds", [common._MOST_NAMED, common._MOST_NAMED + 1])
+@pytest.mark.parametrize("kinds", [common.MOST_NAMED, common.MOST_NAMED + 1])
 def test_so_many_weights_without_kernels_are_named(serve, kinds: int) -> None:
     serve(Problem(64, 48, 64))
     lacking = [Layer(torch.zeros(8 * number, 8, dtype=BF16)) for number in range(kinds, 0, -1)]
     line = common.served(torch.nn.Sequential(Layer(torch.zeros(48, 64, dtype=BF16)), *lacking), 64)
     assert line.startswith(f"kernels for 0 at 1, 0 at 16, 1 at 64 rows of {kinds + 1} kinds of weights")
     named = line.partition("at none of these ")[2]
-    assert named.count("bf16") == common._MOST_NAMED
-    assert named.endswith("x8" if kinds == common._MOST_NAMED else "x8 and 1 more")
+    assert named.count("bf16") == common.MOST_NAMED
+    assert named.endswith("x8" if kinds == common.MOST_NAMED else "x8 and 1 more")

@@ -224,7 +224,7 @@ def test_inductors_code_calls_the_function(served: Any, kernel: Any) -> None:
 def test_ranges_are_served_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def served(columns: int) -> list[int]:
         rows = (1, 32, 33, 64, 65, 128, 129, 511, 512, 1023, 1024, 8192, 8193)
-        return [each for each in rows if vllm_gates._is_served(each, columns)]
+        return [each for each in rows if vllm_gates.is_served(each, columns)]
 
     assert served(7167) == served(51201) == []
     assert served(7168) == served(14335) == [33, 64, 1024, 8192]

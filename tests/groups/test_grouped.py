@@ -654,7 +654,7 @@ def test_what_is_wrong_with_groups_that_torch_refused() -> None:
     a, b, offs = torch.empty(8, 32, dtype=BF16), torch.empty(3, 16, 32, dtype=BF16).mT, torch.zeros(3).int()
 
     def wrong(a: Any = a, b: Any = b, offs: Any = offs) -> str:
-        return grouped._wrong_groups(a, b, offs).partition(";")[0]
+        return grouped.wrong_groups(a, b, offs).partition(";")[0]
 
     assert wrong() == wrong(a[None]) == wrong(b=b[0]) == wrong(offs=None) == wrong(b=b.contiguous()) == ""
     assert wrong(a[0]) == "a has shape (32,)"
@@ -674,11 +674,11 @@ def test_what_is_wrong_with_groups_that_torch_refused() -> None:
 
 def test_what_is_wrong_with_a_bias() -> None:
     a, b = torch.empty(8, 32), torch.empty(3, 32, 16)
-    assert grouped._wrong_bias(a, b, torch.empty(16)) == grouped._wrong_bias(a, b, torch.empty(3, 16)) == ""
+    assert grouped.wrong_bias(a, b, torch.empty(16)) == grouped.wrong_bias(a, b, torch.empty(3, 16)) == ""
     for operands in ((a, b, 1.0), (a[None], b, torch.empty(16)), (a, b[0], torch.empty(16))):
-        assert grouped._wrong_bias(*operands).startswith("bias is for a (rows, k)")
+        assert grouped.wrong_bias(*operands).startswith("bias is for a (rows, k)")
     for shape in ((15,), (2, 16), (1, 16), (3, 1)):
         assert (
-            grouped._wrong_bias(a, b, torch.empty(shape)) == f"bias has shape {shape}; give (16,) or (3, 16)"
+            grouped.wrong_bias(a, b, torch.empty(shape)) == f"bias has shape {shape}; give (16,) or (3, 16)"
         )
-    assert "bias is on meta, a on cpu" in grouped._wrong_bias(a, b, torch.empty(16, device="meta"))
+    assert "bias is on meta, a on cpu" in grouped.wrong_bias(a, b, torch.empty(16, device="meta"))

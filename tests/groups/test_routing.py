@@ -315,7 +315,7 @@ def test_what_route_takes_at_its_borders() -> None:
     def plan(tokens: int, chosen: int = 1, count: int = 8, hidden: int = 16, **changes: Any) -> str:
         x = torch.empty(max(tokens, 1), hidden, dtype=changes.get("dtype", BF16))
         index = torch.zeros(tokens, chosen, dtype=torch.int64)
-        planned = routing._route(changes.get("x", x), changes.get("index", index), count)
+        planned = routing.plan_route(changes.get("x", x), changes.get("index", index), count)
         return "" if planned is None else f"{planned.name} {planned.ctas}"
 
     many, most = kernels.MOST_CHOICES, kernels.MOST_SPREAD
@@ -332,7 +332,7 @@ def test_what_route_takes_at_its_borders() -> None:
         assert plan(8, x=wrong) == ""
     assert plan(8, x=x[:, 8:24]) and plan(8, dtype=torch.float16) and not plan(8, dtype=torch.float32)
     assert not plan(8, index=torch.zeros(2, 8, dtype=torch.int64).t())
-    planned = routing._route(x[:, 8:24], torch.zeros(4, 2, dtype=torch.int64), 5)
+    planned = routing.plan_route(x[:, 8:24], torch.zeros(4, 2, dtype=torch.int64), 5)
     assert planned is not None and planned.numbers == {
         "step": 2, "total": 8, "chosen": 2, "count": 5, "units": 2, "x_units": 4
     }  # fmt: skip
@@ -344,13 +344,13 @@ def test_what_combine_and_gate_take_at_their_borders() -> None:
     good = {"rows": rows, "place": place, "ends": ends, "weights": weights}
 
     def name(**changes: Any) -> str:
-        planned = routing._combine(**good | changes)
+        planned = routing.plan_combine(**good | changes)
         return "" if planned is None else planned.name
 
     assert name() == "combine bf16 fp32" and name(weights=weights.to(BF16)) == "combine bf16 bf16"
     assert name(rows=rows.half()) == "combine fp16 fp32" and name(place=place.long())
     strided = torch.empty(4, 5)[:, :2]
-    planned = routing._combine(rows, place.long(), ends, strided)
+    planned = routing.plan_combine(rows, place.long(), ends, strided)
     assert planned is not None and planned.ctas == 4 and planned.numbers == {
         "step": 2, "count": 3, "chosen": 2, "units": 2, "blocks": 1, "weights_stride": 5
     }  # fmt: skip
@@ -367,7 +367,7 @@ def test_what_combine_and_gate_take_at_their_borders() -> None:
     gate = Gate(1.5, 2.0, 1.0)
 
     def gated(both: torch.Tensor) -> bool:
-        return routing._gate(both, gate) is not None
+        return routing.plan_gate(both, gate) is not None
 
     assert gated(torch.empty(4, 16, dtype=BF16)) and gated(torch.empty(4, 48, dtype=torch.float16))
     for both in (
@@ -375,5 +375,5 @@ def test_what_combine_and_gate_take_at_their_borders() -> None:
         torch.empty(4, 32, dtype=BF16)[:, :16], torch.empty(4 * 16 + 4, dtype=BF16)[4:].view(4, 16),
     ):  # fmt: skip
         assert not gated(both)
-    planned = routing._gate(torch.empty(4, 48, dtype=BF16), gate)
+    planned = routing.plan_gate(torch.empty(4, 48, dtype=BF16), gate)
     assert planned is not None and (planned.ctas, planned.numbers["units"]) == (4, 3)

@@ -426,8 +426,8 @@ def test_which_half_of_the_columns_a_node_selects(
         graph, fakes = torch.fx.symbolic_trace(select).graph, FakeTensorMode()
         source = next(iter(graph.nodes))
         source.meta["val"] = fakes.from_tensor(torch.empty(5, columns))
-        found = patterns._part_of(next(iter(reversed(graph.nodes))).args[0])
+        found = patterns.part_of(next(iter(reversed(graph.nodes))).args[0])
         assert (found.part if found else None) == expected
         assert found is None or (found.whole is source and found.nodes[-1].target is operator.getitem)
     del source.meta["val"]
-    assert patterns._part_of(next(iter(reversed(graph.nodes))).args[0]) is None
+    assert patterns.part_of(next(iter(reversed(graph.nodes))).args[0]) is None

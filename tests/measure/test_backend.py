@@ -17,7 +17,7 @@ def test_telemetry_is_the_readers() -> None:
     assert backend.telemetry() == {} and backend.energy_mj() is None
     facts = {"sm_clock_mhz": 1980, "power_w": 500.0, "temperature_c": 40}
     read = SimpleNamespace(**facts, throttle_reasons=("sw_power_cap",))
-    backend._reader = SimpleNamespace(read=lambda: read, energy_mj=lambda: 7.0)  # type: ignore[assignment]
+    backend.reader = SimpleNamespace(read=lambda: read, energy_mj=lambda: 7.0)  # type: ignore[assignment]
     assert backend.telemetry() == facts | {"throttle_reasons": ["sw_power_cap"]}
     assert backend.energy_mj() == 7.0
 

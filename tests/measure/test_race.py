@@ -294,35 +294,35 @@ def test_replays_that_fill_a_turn(replay_ms: float, steady_ms: float, untimed: i
 def test_who_leads_the_baseline_and_who_is_in_doubt() -> None:
     samples = [[100.0, 102.0], [100.0, 98.0], [99.0, 99.0], [98.0, 98.0], [101.0, 101.0]]
     leads = [100 / 99 - 1, 100 / 98 - 1]  # the baseline's two captures have a mean of 100
-    assert own._ahead([0, 1, 2, 3, 4], 2, samples, 0.0) == pytest.approx(leads)
-    assert own._ahead([0, 1, 2, 3], 2, samples, leads[0] * 1.001) == pytest.approx(leads[1:])
+    assert own.leads([0, 1, 2, 3, 4], 2, samples, 0.0) == pytest.approx(leads)
+    assert own.leads([0, 1, 2, 3], 2, samples, leads[0] * 1.001) == pytest.approx(leads[1:])
     for limits, doubt in (
         ((0.0, 0.02), True), ((0.015, 0.0205), True), ((0.015, 0.02), False), ((0.0, leads[0] * 0.99), False)
     ):  # fmt: skip
         settings = replace(FINAL, steady_doubt=limits)
-        assert own._in_doubt([0, 1, 2, 3], 2, samples, settings) is doubt
-    assert not own._in_doubt([0, 1, 2, 3], 2, samples, replace(FINAL, steady_doubt=None))
+        assert own.is_in_doubt([0, 1, 2, 3], 2, samples, settings) is doubt
+    assert not own.is_in_doubt([0, 1, 2, 3], 2, samples, replace(FINAL, steady_doubt=None))
 
 
 def test_who_may_be_the_fastest() -> None:
     settings = replace(FINAL, race_margin=0.25, steady_spread=0.0, steady_left=2)
     samples = [[100.0], [125.0], [124.0], [150.0], [112.0]]
-    assert own._may_be_fastest([], samples, settings) == []
-    assert own._may_be_fastest([0, 3], samples, settings) == [0]
-    assert own._may_be_fastest([0, 1, 3], samples, settings) == [0, 1], "at the margin"
-    assert own._may_be_fastest([0, 1, 2, 4], samples, settings) == [0, 4], "the nearest"
+    assert own.may_be_fastest([], samples, settings) == []
+    assert own.may_be_fastest([0, 3], samples, settings) == [0]
+    assert own.may_be_fastest([0, 1, 3], samples, settings) == [0, 1], "at the margin"
+    assert own.may_be_fastest([0, 1, 2, 4], samples, settings) == [0, 4], "the nearest"
     wide = replace(settings, steady_spread=0.5)  # over the root of four rounds
-    assert own._may_be_fastest([0, 3], [[100.0] * 4, [], [], [150.0] * 4], wide) == [0, 3]
-    assert own._may_be_fastest([0, 3], [[100.0] * 4, [], [], [150.1] * 4], wide) == [0]
+    assert own.may_be_fastest([0, 3], [[100.0] * 4, [], [], [150.0] * 4], wide) == [0, 3]
+    assert own.may_be_fastest([0, 3], [[100.0] * 4, [], [], [150.1] * 4], wide) == [0]
 
 
 def test_survivors_compare_by_the_rounds_that_both_have() -> None:
     settings = replace(FINAL, race_margin=0.01, confidence=0.5)
     slow, lucky = [110.0] * 6, [90.0] * 5 + [200.0]
-    assert own._survivors([0, 1, 2], 1, [slow, slow, lucky], settings) == [0, 2], "the baseline stays"
-    assert own._survivors([0, 1, 2], 0, [slow, slow, lucky], settings) == [2]
-    assert own._survivors([0, 1], 0, [[], []], settings) == [0, 1]
-    assert own._survivors([0, 1], 0, [[], lucky], settings) == [0, 1], "it has no round yet"
-    assert own._survivors([0, 1], 0, [[90.5], [90.0, 50.0, 50.0]], settings) == [0, 1]
-    assert own._survivors([0, 1], 0, [[91.5], [90.0, 95.0, 95.0]], settings) == [0, 1], "one leads by luck"
-    assert own._survivors([0, 1], 0, [[96.0], [90.0, 95.0, 95.0]], settings) == [1]
+    assert own.survivors([0, 1, 2], 1, [slow, slow, lucky], settings) == [0, 2], "the baseline stays"
+    assert own.survivors([0, 1, 2], 0, [slow, slow, lucky], settings) == [2]
+    assert own.survivors([0, 1], 0, [[], []], settings) == [0, 1]
+    assert own.survivors([0, 1], 0, [[], lucky], settings) == [0, 1], "it has no round yet"
+    assert own.survivors([0, 1], 0, [[90.5], [90.0, 50.0, 50.0]], settings) == [0, 1]
+    assert own.survivors([0, 1], 0, [[91.5], [90.0, 95.0, 95.0]], settings) == [0, 1], "one leads by luck"
+    assert own.survivors([0, 1], 0, [[96.0], [90.0, 95.0, 95.0]], settings) == [1]

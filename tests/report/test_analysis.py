@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tunegemm.describe.space import Candidate
 from tunegemm.report import charts, html
 from tunegemm.report.analysis import best_so_far, gap, ratio_limits, tile_grids
-from tunegemm.report.html import _forest, _headline, _place, _range, _ticks
+from tunegemm.report.html import headline, place_of, positions, range_of, ticks
 
 
 def trial(ratio: float, tile: tuple[int, int] | None = None, family: str = "cute_sm90", **more: Any) -> Any:
@@ -27,8 +27,8 @@ def winner(ratio: float, low: float, high: float, noise: float = 0.0) -> Any:
 
 
 def test_ticks_are_at_least_as_far_apart_as_a_name_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html, "_place", lambda value, _: 14 * value)
-    assert [name for _, name in _ticks((1.0, 3.0))] == ["1", "2", "3"]
+    monkeypatch.setattr(html, "place_of", lambda value, _: 14 * value)
+    assert [name for _, name in ticks((1.0, 3.0))] == ["1", "2", "3"]
 
 
 def test_the_curve_rises_at_better_trials_only() -> None:
@@ -79,15 +79,15 @@ def test_the_axis_of_speeds() -> None:
 
 def test_places_along_it() -> None:
     limits = 0.5, 2.0
-    assert [_place(value, limits) for value in (0.1, 0.5, 1.0, 2.0, 3.0)] == [0, 0, 50, 100, 100]
-    found = _forest(winner(1.5, 1.4, 1.6, noise=0.05), limits)  # type: ignore[arg-type]
+    assert [place_of(value, limits) for value in (0.1, 0.5, 1.0, 2.0, 3.0)] == [0, 0, 50, 100, 100]
+    found = positions(winner(1.5, 1.4, 1.6, noise=0.05), limits)  # type: ignore[arg-type]
     values = {"tie": 1 / 1.05, "tie_end": 1.05, "low": 1.4, "high": 1.6, "ratio": 1.5, "unity": 1.0}
-    assert found == {name: pytest.approx(_place(value, limits)) for name, value in values.items()}
-    assert [name for _, name in _ticks(limits)] == ["1", "0.5", "0.75", "1.25", "1.75"]
-    assert [name for _, name in _ticks((0.9, 1.3))] == ["1", "0.9", "1.1", "1.2", "1.3"]
-    assert [name for _, name in _ticks((0.3, 9.0))] == ["1", "2", "4", "8"]
-    assert _range([None, 3.0], "W") == "3 W" and _range([], "W") == "unknown"
-    assert _range([9.0, 1.0, 2.26], "%", 1) == "1.0 \u2013 2.3 \u2013 9.0 %"
+    assert found == {name: pytest.approx(place_of(value, limits)) for name, value in values.items()}
+    assert [name for _, name in ticks(limits)] == ["1", "0.5", "0.75", "1.25", "1.75"]
+    assert [name for _, name in ticks((0.9, 1.3))] == ["1", "0.9", "1.1", "1.2", "1.3"]
+    assert [name for _, name in ticks((0.3, 9.0))] == ["1", "2", "4", "8"]
+    assert range_of([None, 3.0], "W") == "3 W" and range_of([], "W") == "unknown"
+    assert range_of([9.0, 1.0, 2.26], "%", 1) == "1.0 \u2013 2.3 \u2013 9.0 %"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_places_along_it() -> None:
 def test_the_headline(ratios: list[float], steady: list[float], says: str) -> None:
     winners = [winner(ratio, ratio, ratio) for ratio in ratios]
     named = SimpleNamespace(steady=dict(enumerate(steady)), winners=winners, device=SimpleNamespace(name="X"))
-    assert _headline(named) == says  # type: ignore[arg-type]
+    assert headline(named) == says  # type: ignore[arg-type]
 
 
 def test_shades_of_speed() -> None:
@@ -117,9 +117,9 @@ def test_shades_of_speed() -> None:
 def test_boxes_that_touch_do_not_overlap() -> None:
     box = (0.0, 0.0, 2.0, 2.0)
     for other in ((2.0, 0.0, 3.0, 2.0), (-1.0, 0.0, 0.0, 2.0), (0.0, 2.0, 2.0, 3.0), (0.0, -1.0, 2.0, 0.0)):
-        assert not charts._overlap(box, other) and not charts._overlap(other, box)
+        assert not charts.overlap(box, other) and not charts.overlap(other, box)
     for other in ((1.9, 1.9, 3.0, 3.0), (0.5, 0.5, 1.0, 1.0), (-1.0, -1.0, 3.0, 3.0)):
-        assert charts._overlap(box, other) and charts._overlap(other, box)
+        assert charts.overlap(box, other) and charts.overlap(other, box)
 
 
 def test_names_cover_neither_marks_nor_each_other() -> None:
@@ -139,7 +139,7 @@ def test_names_cover_neither_marks_nor_each_other() -> None:
         )
         for _ in range(60)
     ]  # fmt: skip
-    charts._name_marks(figure, axes, winners, [])  # type: ignore[arg-type]
+    charts.name_marks(figure, axes, winners, [])  # type: ignore[arg-type]
     figure.draw_without_rendering()
     boxes = [text.get_window_extent().padded(-2.5) for text in axes.texts]
     assert len(boxes) > 20

@@ -144,7 +144,7 @@ def test_each_family_says_what_keeps_it_from_serving(compiles: bool, monkeypatch
     monkeypatch.setattr(families, "NAMES", tuple(known))
     monkeypatch.setattr(families, "get", known.__getitem__)
     monkeypatch.setattr(families, "unusable", lambda: ["e: broken; reinstall it"])
-    monkeypatch.setattr(doctor, "_lack", lambda name: "of Ampere" if name == "b" else "")
+    monkeypatch.setattr(doctor, "lack_of", lambda name: "of Ampere" if name == "b" else "")
     found = [(check.name, check.status, check.detail) for check in doctor.families_here()]
     status = "note" if compiles else "fail"
     assert found[-3:] == [

@@ -224,8 +224,8 @@ def test_divisions_of_the_rows_are_those_of_the_records_best_measurement() -> No
     record = entry(64, 1.1)
     skews = {"hot": 0.9, "uniform": 1.2}
     others = [entry(128, 1.3, skews={"hot": 3.0}), entry(64, 1.2), entry(64, 1.1, skews=skews)]
-    found = explain._with_skews(record, others)
+    found = explain.with_skews(record, others)
     assert found.telemetry == {"skews": skews}
-    assert explain._with_skews(record, others[:2]) is record
+    assert explain.with_skews(record, others[:2]) is record
     assert over_skews(found.telemetry) == "over divisions of the rows: hot 0.900, uniform 1.200; worst hot"
     assert over_skews({}) == over_skews({"skews": {"hot": "fast"}}) == ""

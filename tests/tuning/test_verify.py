@@ -25,7 +25,7 @@ from tunegemm.measure.replay import open_replay
 from tunegemm.store import Database, Record
 from tunegemm.store.validity import Grade
 from tunegemm.tuning.tuner import Tuner
-from tunegemm.tuning.verify import _is_alike, due, verify
+from tunegemm.tuning.verify import due, is_alike, verify
 
 PROBLEM = Problem.parse("512x512x512")
 NOW = replace(find_device("model:h200"), spec="cuda:0")
@@ -128,7 +128,7 @@ def test_of_a_problems_records_the_best_and_narrowest_is_due(database: Database)
 def test_only_final_races_with_the_same_timing_compare() -> None:
     def alike(steady: bool = False, **facts: Any) -> bool:
         before = {"samples_us": (1.0,), "method": "race", "evidence": Evidence.RACE} | facts
-        return _is_alike(SimpleNamespace(**before), SimpleNamespace(is_steady=steady))  # type: ignore[arg-type]
+        return is_alike(SimpleNamespace(**before), SimpleNamespace(is_steady=steady))  # type: ignore[arg-type]
 
     assert alike() and alike(evidence=Evidence.FINAL) and not alike(evidence=Evidence.SCREEN)
     method = min(STEADY_METHODS)

@@ -106,7 +106,7 @@ class ProgressView:
             return
         stage, line_s = self._last_line.get(progress.problem, ("", 0.0))
         if progress.stage != stage or progress.elapsed_s - line_s >= _QUIET_S:
-            line = [f"{self._place()}{progress.problem}", progress.stage, describe_counts(progress)]
+            line = [f"{self.place()}{progress.problem}", progress.stage, describe_counts(progress)]
             line += [describe_best(progress), describe_seconds(progress)]
             self._console.print(clean(" · ".join(part for part in line if part)), soft_wrap=True)
             self._last_line[progress.problem] = progress.stage, progress.elapsed_s
@@ -127,11 +127,11 @@ class ProgressView:
         if self._live is not None:
             self._live.start()
 
-    def _place(self) -> str:
+    def place(self) -> str:
         """``[2/5] ``, of several problems."""
         return f"[{min(self._ended + 1, self._total)}/{self._total}] " if self._total > 1 else ""
 
-    def _clock(self, progress: Progress, elapsed_s: float) -> str:
+    def clock(self, progress: Progress, elapsed_s: float) -> str:
         """The seconds so far, an estimate of the remaining ones, and the rest of the budget."""
         parts = [f"{elapsed_s:.0f} s"]
         left = progress.planned - _done(progress)
@@ -147,14 +147,14 @@ class ProgressView:
     def _render_all(self) -> Group:
         """Runs at every refresh, so that clocks advance between events."""
         now = time.monotonic()
-        return Group(*(self._render(item, now - since) for item, since in list(self._running.values())))
+        return Group(*(self.rendered(item, now - since) for item, since in list(self._running.values())))
 
-    def _render(self, progress: Progress, since_s: float) -> Group:
+    def rendered(self, progress: Progress, since_s: float) -> Group:
         done = progress.compiled if progress.stage == "compile" else _done(progress)
         bar = ProgressBar(total=max(progress.planned, 1), completed=min(done, progress.planned), width=20)
         head = Table.grid(padding=(0, 2))
-        head.add_row(Text(f"{self._place()}{clean(progress.problem)}", style="bold"), progress.stage, bar)
-        clock = self._clock(progress, progress.elapsed_s + since_s)
+        head.add_row(Text(f"{self.place()}{clean(progress.problem)}", style="bold"), progress.stage, bar)
+        clock = self.clock(progress, progress.elapsed_s + since_s)
         return Group(
             head,
             Text(" · ".join(filter(None, (describe_counts(progress), clock)))),

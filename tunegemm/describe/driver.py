@@ -87,9 +87,9 @@ def primary_context(index: int) -> Iterator[Any]:
     Raises RuntimeError or OSError, for example if the GPU's memory is full or another process uses it
     exclusively.
     """
-    _ask("cuCtxPushCurrent_v2", _primary_context(index))
+    _ask("cuCtxPushCurrent_v2", retained_context(index))
     try:
-        yield _library()
+        yield library_of_cuda()
     finally:
         _ask("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
@@ -104,12 +104,12 @@ def ensure_context(index: int) -> bool:
     _ask("cuCtxGetCurrent", ctypes.byref(current))
     if current.value is not None:
         return False
-    _ask("cuCtxSetCurrent", _primary_context(index))
+    _ask("cuCtxSetCurrent", retained_context(index))
     return True
 
 
 @functools.cache
-def _primary_context(index: int) -> ctypes.c_void_p:
+def retained_context(index: int) -> ctypes.c_void_p:
     """Retained until the process ends, because creating it takes some 0.2 s."""
     context = ctypes.c_void_p()
     _ask("cuDevicePrimaryCtxRetain", ctypes.byref(context), _device(index))
@@ -123,12 +123,12 @@ def _device(index: int) -> ctypes.c_int:
 
 
 def _ask(function: str, *arguments: Any) -> None:
-    if failed := getattr(_library(), function)(*arguments):
+    if failed := getattr(library_of_cuda(), function)(*arguments):
         raise RuntimeError(f"{function} failed with CUDA's error {failed}")
 
 
 @functools.cache
-def _library() -> Any:
+def library_of_cuda() -> Any:
     library = ctypes.CDLL("libcuda.so.1")
     if failed := library.cuInit(0):
         raise RuntimeError(f"CUDA does not start: error {failed}")

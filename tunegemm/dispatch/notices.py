@@ -21,7 +21,7 @@ from tunegemm.generate import families
 #: a weight for each sequence length.
 MOST_WARNINGS = 64
 #: Most weights that a summary names.
-_MOST_WEIGHTS = 1024
+MOST_WEIGHTS = 1024
 
 
 class Notices:
@@ -68,7 +68,7 @@ class Notices:
         key = weight_of(problem)
         if (rows := self._untuned.get(key)) is not None:
             rows.add(problem)
-        elif len(self._untuned) < _MOST_WEIGHTS:
+        elif len(self._untuned) < MOST_WEIGHTS:
             self._untuned[key] = _Rows(problem, problem.m)
 
     def _print(self, owner: int) -> None:
@@ -84,8 +84,8 @@ class Notices:
         """
         untuned = self._untuned or {}
         lines = [str(rows) for rows in list(untuned.values())]
-        if len(untuned) == _MOST_WEIGHTS:
-            lines.append(f"further products than these {_MOST_WEIGHTS} also ran in torch")
+        if len(untuned) == MOST_WEIGHTS:
+            lines.append(f"further products than these {MOST_WEIGHTS} also ran in torch")
         return lines
 
 

@@ -29,7 +29,7 @@ from tunegemm.torch.lowering import lower_to_function
 #: Numbers of rows for which the startup line counts served weights: rows of decode, and of prompts.
 _ROWS = (1, 16, 64, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: The most weights that the startup line names.
-_MOST_NAMED = 8
+MOST_NAMED = 8
 #: The engines' name for gate and up of a layer of experts: (experts, 2 inner, hidden).
 _EXPERTS = "w13_weight"
 
@@ -306,8 +306,8 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
     line = f"kernels for {counts} rows of {len(at)} kinds of weights"
     line += f", by {', '.join(families)}" if families else ""
     if lacking := [name for name, result in at.items() if not result]:
-        more = len(lacking) - _MOST_NAMED
-        line += f"; at none of these {', '.join(lacking[:_MOST_NAMED])}" + (
+        more = len(lacking) - MOST_NAMED
+        line += f"; at none of these {', '.join(lacking[:MOST_NAMED])}" + (
             f" and {more} more" if more > 0 else ""
         )
     return line

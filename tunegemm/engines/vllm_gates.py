@@ -64,7 +64,7 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
     """
     weight, rows, result = plain(weight), x.size(0), None
     met[weight.shape] = None
-    if _is_served(rows, weight.size(0)) and not deterministic() and not extension.policy().is_batch_invariant:
+    if is_served(rows, weight.size(0)) and not deterministic() and not extension.policy().is_batch_invariant:
         result = _by_one_kernel(x, weight)
     if result is None:
         both = x.new_empty((rows, weight.size(0)))
@@ -75,7 +75,7 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
 
 
 @cache
-def _is_served(rows: int, columns: int) -> bool:
+def is_served(rows: int, columns: int) -> bool:
     return any(least <= rows <= most and few <= columns <= many for least, most, few, many in SERVED)
 
 

@@ -373,7 +373,7 @@ def by_torch(
 ) -> torch.Tensor:
     """Compute the product with torch, and add the bias, which torch does not support."""
     if bias is not None and offs is not None and isinstance(offs, torch.Tensor):
-        if wrong := _wrong_bias(a, b, bias):
+        if wrong := wrong_bias(a, b, bias):
             raise ProblemError(wrong)
         return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
     if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # torch leaves the rows undefined
@@ -385,7 +385,7 @@ def by_torch(
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     except RuntimeError as error:
-        if wrong := _wrong_groups(a, b, offs):
+        if wrong := wrong_groups(a, b, offs):
             raise ProblemError(wrong) from error
         raise
 
@@ -418,7 +418,7 @@ def has_values(tensor: torch.Tensor) -> bool:
     )
 
 
-def _wrong_groups(a: Any, b: Any, offs: Any) -> str:
+def wrong_groups(a: Any, b: Any, offs: Any) -> str:
     """What is wrong with the groups of a product that torch refused; empty if they are not the cause."""
     if not isinstance(offs, torch.Tensor) or b.ndim != 3:
         return ""
@@ -456,7 +456,7 @@ def _address(tensor: Any) -> int:
         return 0
 
 
-def _wrong_bias(a: Any, b: Any, bias: Any) -> str:
+def wrong_bias(a: Any, b: Any, bias: Any) -> str:
     """Why a bias cannot be added to a product of rows in groups; empty if it can."""
     if not isinstance(bias, torch.Tensor) or a.ndim != 2 or b.ndim != 3:
         return "bias is for a (rows, k) and b (groups, k, n); add it to other products"

@@ -83,7 +83,7 @@ class Routing:
         Numbers below 0, or not below `count`, name no expert here: their rows lie after the last group.
         """
         launch = self._launch(
-            ("route", count, index.numel(), x.data_ptr() % ALIGNMENT == 0), _route, (x, index), count
+            ("route", count, index.numel(), x.data_ptr() % ALIGNMENT == 0), plan_route, (x, index), count
         )
         if launch is None:
             return None
@@ -100,7 +100,7 @@ class Routing:
         """
         launch = self._launch(
             ("combine", rows.numel(), weights.numel(), rows.data_ptr() % ALIGNMENT == 0),
-            _combine, (rows, place, ends, weights),
+            plan_combine, (rows, place, ends, weights),
         )  # fmt: skip
         if launch is None:
             return None
@@ -110,7 +110,7 @@ class Routing:
     def gate(self, both: Any, gate: Gate) -> torch.Tensor | None:
         """Apply a gate to rows of gate and up."""
         launch = self._launch(
-            ("gate", gate, both.numel(), both.data_ptr() % ALIGNMENT == 0), _gate, (both,), gate
+            ("gate", gate, both.numel(), both.data_ptr() % ALIGNMENT == 0), plan_gate, (both,), gate
         )
         if launch is None:
             return None
@@ -193,7 +193,7 @@ class Planned(NamedTuple):
     numbers: dict[str, int]
 
 
-def _route(x: Any, index: Any, count: int) -> Planned | None:
+def plan_route(x: Any, index: Any, count: int) -> Planned | None:
     (tokens, chosen), total = index.shape, index.numel()
     size, hidden = x.element_size(), x.shape[1]
     if not (
@@ -218,7 +218,7 @@ def _route(x: Any, index: Any, count: int) -> Planned | None:
     return Planned(f"route {own_rows}", *kernels.route_numbers(**arguments, own_rows=own_rows))
 
 
-def _combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:
+def plan_combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:
     dtype = _DTYPES.get(rows.dtype)
     of_weights = "fp32" if weights.dtype is torch.float32 else _DTYPES.get(weights.dtype)
     if not (
@@ -244,7 +244,7 @@ def _combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:
     return Planned(f"combine {dtype} {of_weights}", blocks, numbers)
 
 
-def _gate(both: Any, gate: Gate) -> Planned | None:
+def plan_gate(both: Any, gate: Gate) -> Planned | None:
     dtype, (rows, columns) = _DTYPES.get(both.dtype), both.shape
     inner = columns // 2
     if (

@@ -94,8 +94,8 @@ def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> 
     layer: returns a node's linear layer; the graphs of engines spell layers differently.
     """
     for activated, other in _both_ways(calls(node, "mul")):
-        result, upper = activation_of(activated), _part_of(other)
-        gate = None if result is None else _part_of(result[1])
+        result, upper = activation_of(activated), part_of(other)
+        gate = None if result is None else part_of(result[1])
         if result is None or gate is None or upper is None or gate.whole is not upper.whole:
             continue
         layout = _LAYOUTS.get((gate.part, upper.part))
@@ -203,7 +203,7 @@ class _Part:
     """The nodes that split it."""
 
 
-def _part_of(node: Any) -> _Part | None:
+def part_of(node: Any) -> _Part | None:
     """The columns of a node's result that another node selects: a half, or every other column."""
     if not isinstance(node, Node) or node.op != "call_function" or node.target is not operator.getitem:
         return None

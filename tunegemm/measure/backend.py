@@ -135,7 +135,7 @@ class CudaBackend:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._stream: Any = None
-        self._reader: TelemetryReader | None = None
+        self.reader: TelemetryReader | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -150,7 +150,7 @@ class CudaBackend:
         set_fp32_precision("ieee")  # for the reference; no other product depends on it
         self._stream = torch.cuda.Stream()
         torch.cuda.set_stream(self._stream)
-        self._reader = TelemetryReader(self._device.index)
+        self.reader = TelemetryReader(self._device.index)
         if not warm_up_s:
             return
         # SM clocks fall from 1980 to about 1500 MHz within a second of dense work, once the GPU is at its
@@ -195,9 +195,9 @@ class CudaBackend:
         return True
 
     def telemetry(self) -> dict[str, Any]:
-        if self._reader is None:
+        if self.reader is None:
             return {}
-        now = self._reader.read()
+        now = self.reader.read()
         return {
             "sm_clock_mhz": now.sm_clock_mhz,
             "power_w": now.power_w,
@@ -206,7 +206,7 @@ class CudaBackend:
         }
 
     def energy_mj(self) -> float | None:
-        return None if self._reader is None else self._reader.energy_mj()
+        return None if self.reader is None else self.reader.energy_mj()
 
     def release(self) -> None:
         import torch

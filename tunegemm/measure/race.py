@@ -100,7 +100,7 @@ def race(
                 replays[index].start()
             running, counted = index, True
         if round_index + 1 >= settings.race_after:
-            active = _survivors(active, kept, samples, settings)
+            active = survivors(active, kept, samples, settings)
     waiting_for(running)
     samples[running].append(replays[running].finish())
     return samples
@@ -127,7 +127,7 @@ def steady_race(
     in_doubt = settings.steady_groups[-1:] if settings.steady_doubt else ()
     for round_index, size in enumerate(settings.steady_groups + in_doubt):
         is_alone = len(active) <= kept + 1
-        if round_index >= len(settings.steady_groups) and not _in_doubt(active, kept, samples, settings):
+        if round_index >= len(settings.steady_groups) and not is_in_doubt(active, kept, samples, settings):
             break
         for group in _groups(generator.sample(active, len(active)), size):
             for index, sample in zip(
@@ -136,29 +136,29 @@ def steady_race(
                 strict=True,
             ):
                 samples[index].append(sample)
-        active = [*range(kept), *_may_be_fastest(active[kept:], samples, settings)]
+        active = [*range(kept), *may_be_fastest(active[kept:], samples, settings)]
         if round_index + 1 < _FEWEST_STEADY:
             continue
-        if settings.steady_doubt and not _ahead(active, kept, samples, settings.steady_doubt[0]):
+        if settings.steady_doubt and not leads(active, kept, samples, settings.steady_doubt[0]):
             break  # the baseline is as fast as any
-        if is_alone and not _in_doubt(active, kept, samples, settings):
+        if is_alone and not is_in_doubt(active, kept, samples, settings):
             break  # the last round did not choose, so it reports the speed of the remaining one
     return samples
 
 
-def _ahead(active: Sequence[int], kept: int, samples: list[list[float]], least: float) -> list[float]:
+def leads(active: Sequence[int], kept: int, samples: list[list[float]], least: float) -> list[float]:
     """Return the leads of the remaining replays over the baseline that exceed a limit."""
     baseline = fmean(map(fmean, samples[:kept]))
     ahead = (baseline / fmean(samples[index]) - 1 for index in active[kept:])
     return [item for item in ahead if item > least]
 
 
-def _in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> bool:
+def is_in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> bool:
     """Whether it is undecided that a remaining replay beats the baseline."""
     if not settings.steady_doubt:
         return False
     least, most = settings.steady_doubt
-    return any(item < most for item in _ahead(active, kept, samples, least))
+    return any(item < most for item in leads(active, kept, samples, least))
 
 
 def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:
@@ -186,7 +186,7 @@ def _take_turns(
     return [fmean(taken[index]) for index in group]
 
 
-def _may_be_fastest(active: Sequence[int], samples: list[list[float]], settings: RaceSettings) -> list[int]:
+def may_be_fastest(active: Sequence[int], samples: list[list[float]], settings: RaceSettings) -> list[int]:
     """Return the replays with all rounds that may be the fastest."""
     if not active:
         return []
@@ -197,7 +197,7 @@ def _may_be_fastest(active: Sequence[int], samples: list[list[float]], settings:
     return sorted(near[: settings.steady_left])
 
 
-def _survivors(active: list[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> list[int]:
+def survivors(active: list[int], kept: int, samples: list[list[float]], settings: RaceSettings) -> list[int]:
     """Return `active` without the replays that are clearly slower than the fastest. The one in flight lacks
     its last sample, so two replays compare by the rounds that both have.
     """

@@ -205,7 +205,7 @@ def _roofline(figure: Figure, contents: Contents) -> None:
                 x, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
                 mfc=_GROUND if winner.verdict == "equal" else colour, mew=1.5, zorder=3, gid=f"mark-{row}",
             )  # fmt: skip
-        _name_marks(figure, axes, winners[:_LABELLED], texts)
+        name_marks(figure, axes, winners[:_LABELLED], texts)
     _legend(axes, winners)
     from matplotlib.ticker import LogFormatter
 
@@ -226,7 +226,7 @@ def _legend(axes: Axes, winners: Sequence[Winner]) -> None:
     axes.legend(handles=handles, frameon=False, loc="lower right")
 
 
-def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: Iterable[Any]) -> None:
+def name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: Iterable[Any]) -> None:
     """The shape beside each mark where it covers neither marks nor names; else no name."""
     figure.draw_without_rendering()
     scale, frame = figure.dpi / 72, axes.bbox
@@ -242,7 +242,7 @@ def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: It
             left = x + dx * scale - {"left": 0.0, "right": wide, "center": wide / 2}[align]
             box = (left, y + dy * scale, left + wide, y + dy * scale + tall)
             inside = frame.x0 < box[0] and frame.y0 < box[1] and box[2] < frame.x1 and box[3] < frame.y1
-            if inside and not any(_overlap(box, other) for other in taken):
+            if inside and not any(overlap(box, other) for other in taken):
                 taken.append(box)
                 at = winner.record.problem.arithmetic_intensity, winner.tflops
                 name = axes.annotate(winner.record.problem.shape, at, (dx, dy), textcoords="offset points",
@@ -251,7 +251,7 @@ def _name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: It
                 break
 
 
-def _overlap(box: Sequence[float], other: Sequence[float]) -> bool:
+def overlap(box: Sequence[float], other: Sequence[float]) -> bool:
     return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
 
 

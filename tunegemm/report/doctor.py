@@ -108,7 +108,7 @@ def families_here() -> list[Check]:
 
     known = {name: families.get(name) for name in families.NAMES}
     reasons = {name: family.unavailable() for name, family in known.items()}
-    lacks = {name: _lack(name) for name in known}
+    lacks = {name: lack_of(name) for name in known}
     # One working family is enough for tuning; without any, tuning fails.
     status: Status = "note" if None in reasons.values() else "fail"
     checks = []
@@ -126,7 +126,7 @@ def families_here() -> list[Check]:
     return [*checks, *(Check("families", "note", detail, remedy) for detail, _, remedy in broken)]
 
 
-def _lack(family: str) -> str:
+def lack_of(family: str) -> str:
     """Why a family has no kernel for any GPU here; empty if it has, or without a GPU."""
     from tunegemm.generate import families
 

@@ -343,7 +343,7 @@ def explain_problem(
     record = near.origin if near is not None else None if predicted is not None else chosen
     by_table = chosen is None and selection.outcome == "predicted"
     if record is not None and problem.groups:
-        record = _with_skews(
+        record = with_skews(
             record, entries if record.problem == problem else _read(record.problem, database)[1]
         )
     why_not = "; ".join([selection.why, *warnings]) if chosen is None and not by_table else ""
@@ -506,7 +506,7 @@ def _refusal_to_load(record: StoredRecord, device: Device) -> str:
     return ""
 
 
-def _with_skews(record: StoredRecord, entries: Sequence[StoredRecord]) -> StoredRecord:
+def with_skews(record: StoredRecord, entries: Sequence[StoredRecord]) -> StoredRecord:
     """The record with its measurement's figures for each division of the rows, if they are stored."""
     same = [entry for entry in entries if entry.candidate == record.candidate and "skews" in entry.telemetry]
     return replace(record, telemetry=leaders(same)[0].telemetry) if same else record

@@ -56,7 +56,7 @@ def report(contents: Contents, *, command: str = "tunegemm report") -> str:
         contents=contents,
         version=tunegemm.__version__,
         command=command,
-        headline=_headline(contents),
+        headline=headline(contents),
         mean=contents.mean_ratio,
         days=contents.days,
         confirmed=any(winner.record.confirmed for winner in winners),
@@ -71,8 +71,8 @@ def report(contents: Contents, *, command: str = "tunegemm report") -> str:
         families=_choices(winner.record.candidate.family for winner in listed),
         dtypes=_choices(winner.record.problem.dtypes for winner in listed),
         layouts=_choices(winner.record.problem.layout for winner in listed),
-        ticks=_ticks(limits),
-        forest=lambda winner: _forest(winner, limits),
+        ticks=ticks(limits),
+        forest=lambda winner: positions(winner, limits),
         significant=significant,
         heat=charts.heat_class,
         tip=lambda trial: Markup(escape(charts.trial_tip(trial))),  # of several lines, which are kept
@@ -99,7 +99,7 @@ def _shown(value: Any) -> Any:
     return clean(value, 2000) if type(value) is str and not value.isprintable() else value
 
 
-def _headline(contents: Contents) -> str:
+def headline(contents: Contents) -> str:
     """The mean gain; for a recording, of the records in steady state, if there are any."""
     ratios = list(contents.steady.values()) or [winner.record.ratio for winner in contents.winners]
     count, mean = len(ratios), statistics.geometric_mean(ratios)
@@ -137,23 +137,23 @@ def _shape(details: Details) -> dict[str, Any]:
     }
 
 
-def _place(value: float, limits: tuple[float, float]) -> float:
+def place_of(value: float, limits: tuple[float, float]) -> float:
     """Percent of the way along a logarithmic axis, at most to its ends."""
     low, high = limits
     return 100 * min(max(math.log(value / low) / math.log(high / low), 0.0), 1.0)
 
 
-def _forest(winner: Winner, limits: tuple[float, float]) -> dict[str, float]:
+def positions(winner: Winner, limits: tuple[float, float]) -> dict[str, float]:
     """Positions of a speed-up, its interval and the noise around 1, in percent of the axis."""
     noise = max(winner.record.noise, NOISE_FLOOR)
     ends = {
         "tie": 1 / (1 + noise), "tie_end": 1 + noise, "low": winner.low, "high": winner.high,
         "ratio": winner.record.ratio, "unity": 1.0,
     }  # fmt: skip
-    return {name: _place(value, limits) for name, value in ends.items()}
+    return {name: place_of(value, limits) for name, value in ends.items()}
 
 
-def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
+def ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     """Places and names of the ticks, 1 first, none closer than its name is wide."""
     from matplotlib.ticker import MaxNLocator
 
@@ -164,7 +164,7 @@ def _ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
         if limits[0] <= t <= limits[1]
     )
     for tick in (1.0, *within):
-        place = _place(tick, limits)
+        place = place_of(tick, limits)
         if all(abs(place - other) >= 14 for other, _ in results):
             results.append((place, f"{tick:g}"))
     return results
@@ -188,10 +188,10 @@ def _facts(contents: Contents) -> list[tuple[str, str]]:
         "GPU temperature": ("temperature_c", "\u00b0C"),
     }  # fmt: skip
     for words, (name, unit) in telemetry.items():
-        facts.append((words, _range((w.record.telemetry.get(name) for w in winners), unit)))
+        facts.append((words, range_of((w.record.telemetry.get(name) for w in winners), unit)))
     facts += [
         ("Clock limits", limits or "none seen"),
-        ("Noise of the interleaves", _range((100 * w.record.noise for w in winners), "%", 2)),
+        ("Noise of the interleaves", range_of((100 * w.record.noise for w in winners), "%", 2)),
         ("Source", contents.location),
     ]
     if contents.other_devices:
@@ -199,7 +199,7 @@ def _facts(contents: Contents) -> list[tuple[str, str]]:
     return facts
 
 
-def _range(values: Iterable[float | None], unit: str, digits: int = 0) -> str:
+def range_of(values: Iterable[float | None], unit: str, digits: int = 0) -> str:
     known = sorted(value for value in values if value is not None)
     if not known:
         return "unknown"

@@ -84,7 +84,7 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     for candidate, now in candidates.items():
         before, outcome = by_candidate.get(candidate, record), outcomes.get(now) if now else None
         if isinstance(outcome, Measurement):
-            alike = _is_alike(before, outcome)
+            alike = is_alike(before, outcome)
             moved = alike and not tie(before, outcome)
             reason = "" if alike else "timed in another way then"
             moves.append(Move(candidate, before.label, before.ratio, outcome.ratio, moved, reason))
@@ -99,7 +99,7 @@ def _today(tuner: Tuner, stored: Candidate) -> Candidate | None:
     return stored if stored.family == TORCH_MM.family else tuner.kernels.usable(stored)
 
 
-def _is_alike(before: Record, outcome: Measurement) -> bool:
+def is_alike(before: Record, outcome: Measurement) -> bool:
     """Whether a stored result is also of a final race with the same timing: only then do ratios compare."""
     if not before.samples_us:  # a shipped record, which has no more to say
         return before.confirmed
