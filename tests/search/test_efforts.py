@@ -46,6 +46,12 @@ def test_what_each_stage_gets(effort: Effort, space: dict[str, int], budget: Bud
     assert not space["kernels"] or most is None or found.trials <= most
 
 
+def test_only_a_quick_search_goes_on_without_slow_compiles() -> None:
+    assert {name: one.skips_slow_compiles for name, one in EFFORTS.items()} == {
+        "quick": True, "full": False, "exhaustive": False
+    }  # fmt: skip
+
+
 def test_numbers_at_their_borders() -> None:
     assert [checked_trials(each) for each in (1, 2**53)] == [1, 2**53]
     assert [checked_seed(each) for each in (0, 2**32 - 1)] == [0, 2**32 - 1]

@@ -150,6 +150,12 @@ def test_a_sampler_learns_the_value_of_each_candidate_once_at_its_own_point() ->
 def test_a_sampler_is_asked_for_no_more_than_the_library_leaves() -> None:
     """It waits for a value at the point that it suggested, and at the candidate's own if that is another."""
     sampler = Watched(seed=0)
+    study = study_of_landscape(sampler=sampler, trials=1)
+    stages = []
+    while study.ask(1):
+        stages.append(study.order.stage)
+    assert stages == ["library"] * len(LIBRARY) + ["explore"] and study.order.stage == "done"
+    sampler = Watched(seed=0)
     asked = study_of_landscape(sampler=sampler).ask(len(LIBRARY) + 1)
     assert asked[:-1] == LIBRARY and asked[-1].family == "cute_sm90"
     assert len(sampler.study.get_trials(states=[TrialState.RUNNING])) in (1, 2)
