@@ -346,6 +346,13 @@ class TestStored:
         (row,) = Leaderboard.best_of_all(latest_records(database, "cublaslt")).as_dict()["rows"]
         assert (row["best_vendor"], row["best_vendor_ratio"]) == ("a66", 1.01)
 
+    def test_the_vendors_best_is_shown_where_half_of_the_products_have_one(self, database: Database) -> None:
+        database.publish(PROBLEM, DEVICE, measurement(1.04, 7, family="cublaslt"), label="a66")
+        for shape, shown in ((SMALL, True), (Problem.parse("64x64x64"), False)):
+            database.publish(shape, DEVICE, measurement(1.2, 64), label="pp")
+            rows = Leaderboard.summary(database.frame()).as_dict()["rows"]
+            assert ["best_vendor" in row for row in rows] == [shown] * len(rows)
+
     def test_an_empty_summary(self, database: Database) -> None:
         board = Leaderboard.summary(database.frame())
         assert board.frame.empty and "There are no measurements" in board.render("table")
