@@ -14,7 +14,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.messages import add_seconds
-from tunegemm.measure.outcome import STEADY_MS, Measurement
+from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
 from tunegemm.measure.statistics import (
     NOISE_FLOOR,
     aa_noise,
@@ -223,3 +223,9 @@ def test_seconds_of_phases_add_up() -> None:
     total = {"start": 1.5}
     add_seconds(total, {"start": 0.25, "races": 2.0})
     assert total == {"start": 1.75, "races": 2.0}
+
+
+def test_failures_of_the_moment() -> None:
+    reasons = (("timeout", "no answer"), ("compile", "out of memory"), ("launch", "refused"))
+    failures = [Failure(KERNEL, stage, reason) for stage, reason in reasons]  # type: ignore[arg-type]
+    assert [failure.is_transient for failure in failures] == [True, True, False]
