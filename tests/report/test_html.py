@@ -164,7 +164,10 @@ class TestDatabase:
         ],
     )
     def test_what_is_not_there_is_named(self, path: Path, choice: dict[str, object], message: str) -> None:
-        with Database.open(path, read_only=True) as database, pytest.raises(TunegemmError, match=message):
+        with (
+            Database.open(path, read_only=True) as database,
+            pytest.raises(TunegemmError, match=f"{message}$"),
+        ):
             from_database(database, **choice)  # type: ignore[arg-type]
 
     def test_an_empty_database(self, tmp_path: Path) -> None:
