@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tunegemm.describe.space import Candidate
-from tunegemm.report import charts, html
+from tunegemm.report import analysis, charts, html
 from tunegemm.report.analysis import best_so_far, gap, ratio_limits, tile_grids
 from tunegemm.report.html import headline, place_of, positions, range_of, ticks
 
@@ -64,6 +64,14 @@ def test_each_tile_has_its_best_trial_and_the_fastest_grid_comes_first() -> None
     ]
     assert {(grid.tile_m, grid.tile_n) for grid in grids} == {((64, 128), (32, 64))}
     assert tile_grids([raced])[0].best == {(64, 64): raced}, "without a search all count"
+
+
+def test_only_our_own_trials_of_a_search_weigh_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(analysis, "finished_trials", dict)
+    monkeypatch.setattr(analysis, "importances_of", lambda weighed: weighed)
+    own, raced = trial(1.1, (64, 64)), trial(1.3, (64, 128), method="final")
+    found = analysis.importances([own, raced, trial(1.2, (64, 64), family="cublaslt")])
+    assert found == {own.candidate: 1.1} and analysis.importances([raced]) == {}
 
 
 def test_the_axis_of_speeds() -> None:
