@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.tiles import persistent_grid
-from tunegemm.generate.triton import FAMILY
+from tunegemm.generate.triton import FAMILY, rules
 from tunegemm.generate.triton.config import KernelConfig
 from tunegemm.generate.triton.rules import config_of
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
@@ -123,6 +124,16 @@ def test_shared_memory_of_small_cards_allows_less() -> None:
     assert {PARTS[name].capability for name, fits in allowed.items() if not fits} == {
         (8, 6), (8, 9), (12, 0), (12, 1)
     }  # fmt: skip
+
+
+def test_registers_may_be_used_up(h200: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Candidate.make("triton", GOOD)
+    monkeypatch.setattr(rules, "register_budget", lambda *_: 0)
+    need, _, _ = str(rules.registers(PROBLEMS[0], kernel, h200)).partition(" > ")
+    numbers = sum(map(int, re.findall(r"\d+", need)))
+    for budget, fits in ((numbers, True), (numbers - 1, False)):
+        monkeypatch.setattr(rules, "register_budget", lambda *_, budget=budget: budget)
+        assert (rules.registers(PROBLEMS[0], kernel, h200) is None) == fits
 
 
 def test_grids(h200: Device) -> None:

@@ -157,3 +157,16 @@ def test_each_family_says_what_keeps_it_from_serving(compiles: bool, monkeypatch
         if compiles
         else []
     )
+
+
+@pytest.mark.parametrize(
+    ("refusals", "lack"),
+    [((), ""), (("no TMA",), "no TMA"), (("no TMA", ""), ""), (("", "no TMA"), ""), (("one", "two"), "one")],
+)
+def test_a_family_lacks_what_every_gpu_here_lacks(
+    refusals: tuple[str, ...], lack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "cuda_device_count", lambda: len(refusals))
+    monkeypatch.setattr(doctor, "find_device", lambda spec: int(spec.removeprefix("cuda:")))
+    monkeypatch.setattr(families, "refusal_here", lambda family, place: refusals[place])
+    assert doctor.lack_of("triton_tma") == lack

@@ -30,6 +30,7 @@ from tunegemm.measure.evidence import (
     leaders,
 )
 from tunegemm.store import Database
+from tunegemm.store.record import Record
 
 A, B, C = (Candidate.make("cute_sm90", {"tile_m": size}) for size in (64, 128, 256))
 LIBRARY = Candidate.make("cublaslt", {"algorithm": "cublaslt", "algo_id": 66})
@@ -248,3 +249,8 @@ class TestChoice(Store):
             assert found(database, problem) in expected(events)
 
         check()
+
+
+def test_a_record_with_an_origin_came_from_elsewhere() -> None:
+    own = Record(PROBLEM, A, FINGERPRINT)
+    assert (own.is_foreign, dataclasses.replace(own, origin="a file").is_foreign) == (False, True)
