@@ -36,9 +36,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 if not cuda_device_count():
     # Inductor compiles C++ here, what is between our products: in this process, as others would import torch
-    # first, and without vectors, for which it would compile programs that try the processor.
+    # first. CI alone has it use vectors, for which it compiles programs that try the processor.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    if "TUNEGEMM_CI" not in os.environ:
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -85,8 +85,11 @@ def test_layers_of_one_kind_decide_together(monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
 
 
-def test_gradients_are_torchs(kernels: Kernels) -> None:
+@pytest.mark.parametrize("patched", [False, True])
+def test_gradients_are_torchs(kernels: Kernels, patched: bool) -> None:
     ours, torchs = made(Layer()), made(Layer())
+    if patched:
+        tunegemm.patch(ours)
     run, x = compiled(ours), given()
     for model, forward in ((ours, run), (torchs, torchs)):
         forward(x).float().square().sum().backward()

@@ -19,17 +19,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from tunegemm.dispatch import guards
 from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.forms import ACTIVATIONS
 from tunegemm.layers import sites
 from tunegemm.torch.linear import TunedLinear
 
 _is_compiling = torch.compiler.is_compiling
-_FUNCTIONS = (("silu", functional.silu), ("gelu", functional.gelu), ("relu", functional.relu))
-_TANH = {"approximate": "tanh"}
+
+
+def _parts_of(function: Any) -> tuple[Any, dict[str, Any]]:
+    """The function that is called and the keywords that it gets."""
+    if isinstance(function, partial) and not function.args:
+        return function.func, function.keywords
+    return function, {}
+
+
+_KNOWN = tuple((name, *_parts_of(function)) for name, function in ACTIVATIONS.items())
 
 
 class Places(NamedTuple):
@@ -123,10 +131,10 @@ def _result_of(body: list[ast.stmt]) -> ast.expr | None:
 
 
 def activation_of(module: Any) -> str:
-    """The name of the activation that a module's forward computes, by its class; empty for any other module.
+    """The name of the activation that a module computes; empty if its class is not known to compute one.
 
-    The class is torch's, or its forward, by its source, only calls torch's function or an attribute that is
-    this function: transformers has such classes.
+    Known are torch's classes, and classes whose source shows a forward that only calls one of torch's
+    functions, by name or as an attribute. The activations of transformers are such classes.
     """
     cls = type(module)
     if cls is nn.SiLU:
@@ -155,11 +163,9 @@ def _called_by(forward: Any, call: Any) -> tuple[str, str]:
 
 
 def _name_of(function: Any) -> str:
-    """The name of an activation function of torch's; empty for any other object."""
-    if isinstance(function, partial):
-        is_tanh = function.func is functional.gelu and not function.args and function.keywords == _TANH
-        return "gelu_tanh" if is_tanh else ""
-    return next((name for name, own in _FUNCTIONS if function is own), "")
+    """The name of one of torch's activation functions; empty for any other object."""
+    called, words = _parts_of(function)
+    return next((name for name, own, known in _KNOWN if called is own and words == known), "")
 
 
 def recognised(module: nn.Module) -> Places | None:
