@@ -135,9 +135,8 @@ def family_best(name: str) -> Provider:
     """The provider of a single kernel family of ours: its candidate with the best stored evidence."""
 
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
-        from tunegemm.compile.artifacts import ArtifactStore
         from tunegemm.measure.evidence import leaders
-        from tunegemm.store import Database
+        from tunegemm.store import Database, packs
         from tunegemm.store.validity import judge_stored
 
         try:
@@ -155,9 +154,9 @@ def family_best(name: str) -> Provider:
         candidate = best.candidate
         family = families.generator(name)
         try:
-            artifact = ArtifactStore().find(family.kernel_key(problem, candidate, device))
+            artifact = packs.find(family.kernel_key(problem, candidate, device))
             if artifact is None:
-                raise Skip(f"the object of {family.label(candidate)} is not in the store; run with --tune")
+                raise Skip(f"{family.label(candidate)} is not compiled; run with --tune")
             launch = family.load(problem, candidate, device, artifact.path)
             return [Contender(launch, family.label(candidate))]
         except (TunegemmError, ValueError, RuntimeError) as error:

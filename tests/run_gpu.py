@@ -1,7 +1,7 @@
 """What ``make test-gpu`` runs: the tests of a GPU, within a limit of time, and their summary.
 
-First what measures, one test at a time; then what only computes, in many processes, a file in each. A folder
-of programs that print PASS or FAIL last, given by ``--cases``, comes between them.
+First what measures, one test at a time; then what only computes, in many processes, a file in each. Beside
+these run the programs of a folder given by ``--cases``, which print PASS last, or how many results differ.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from tests.support.summary import Summary, facts_of_checkout, text_of
 
@@ -24,8 +28,10 @@ _GPU = ROOT / "tests" / "gpu"
 _MEASURING = (_GPU / "test_feedback.py", _GPU / "test_measure.py")
 #: Before the limit pytest is interrupted, so that it says what was going on.
 _GRACE_S = 10.0
-#: What a case may take, some of which compile kernels.
-_CASE_S = 90.0
+#: What a case may take: some compile kernels, beside all other processes.
+_CASE_S = 180.0
+_CASES_AT_ONCE = 4
+_PASSED = re.compile(r"PASS\b|.*\b0 differ$")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,14 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + given.limit
     Summary(given.out).begin(**facts_of_checkout(ROOT), begun=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     run_pytest("measuring", [*_MEASURING, *marked()], given.out, end)
-    if given.cases is not None:
-        programs = [path for path in given.cases.glob("*.py") if not path.stem.endswith("_common")]
-        run_cases(sorted(programs), given.out, end)
     is_parallel = importlib.util.find_spec("xdist") is not None and given.workers > 1
     many = ["-n", str(given.workers), "--dist", "loadfile"] if is_parallel else []
     ignored = [f"--ignore={path}" for path in _MEASURING]
-    run_pytest("computing", [_GPU], given.out, end, *many, *ignored)
-    known = Summary(given.out).known
+    with ThreadPoolExecutor(1) as beside:
+        cases = beside.submit(run_cases, cases_in(given.cases), given.out, end) if given.cases else None
+        run_pytest("computing", [_GPU], given.out, end, *many, *ignored)
+    summary = Summary(given.out)
+    if cases is not None:
+        summary.known["parts"]["cases"] = cases.result()
+        summary.write()
+    known = summary.known
     print(text_of(known), f"in {given.out}/summary.json and summary.txt", sep="")
     return int(any(part["failures"] or part["not_run"] for part in known["parts"].values()))
 
@@ -77,25 +86,39 @@ def run_pytest(part: str, paths: Sequence[Path], out: Path, end: float, *options
     summary.write()
 
 
-def run_cases(cases: Sequence[Path], out: Path, end: float) -> None:
-    """Each program by itself: a process that faults takes nothing along."""
-    part = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "failures": []}
+def cases_in(folder: Path) -> list[Path]:
+    """The programs of a folder."""
+    return sorted(path for path in folder.glob("*.py") if not path.stem.endswith("_common"))
+
+
+def run_cases(cases: Sequence[Path], out: Path, end: float) -> dict[str, Any]:
+    """Their part of the summary, which out/cases keeps meanwhile: pytest writes the other. Each program is a
+    process of its own, so that one that faults takes nothing along.
+    """
+    part: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "failures": []}
     part["not_run"] = [case.name for case in cases]
-    begun, summary = time.monotonic(), Summary(out)
+    begun, summary, lock = time.monotonic(), Summary(out / "cases"), threading.Lock()
+    summary.begin(cases=len(cases))
     summary.known["parts"]["cases"] = part
-    for case in cases:
+    summary.write()
+
+    def run_case(case: Path) -> None:
         if time.monotonic() > end - _GRACE_S:
-            break
-        log = out / f"{case.stem}.log"
+            return
+        log = out / "cases" / f"{case.stem}.log"
         run([sys.executable, str(case)], min(end, time.monotonic() + _CASE_S), {}, log)
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-        has_failed = not last or not last[0].startswith("PASS")
-        part["not_run"].remove(case.name)
-        part["failed" if has_failed else "passed"] += 1
-        part["failures"] += [case.name] * has_failed
-        part["seconds"] = round(time.monotonic() - begun, 1)
-        summary.write()
-    summary.write()
+        has_failed = not last or not _PASSED.match(last[0])
+        with lock:
+            part["not_run"].remove(case.name)
+            part["failed" if has_failed else "passed"] += 1
+            part["failures"] += [case.name] * has_failed
+            part["seconds"] = round(time.monotonic() - begun, 1)
+            summary.write()
+
+    with ThreadPoolExecutor(_CASES_AT_ONCE) as pool:
+        list(pool.map(run_case, cases))
+    return part
 
 
 def run(

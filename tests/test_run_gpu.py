@@ -99,14 +99,20 @@ def test_processes_are_counted_together(run) -> None:
 
 
 def test_programs_are_cases(tmp_path: Path) -> None:
-    programs = {"a.py": "print('0 of 3\\nPASS')", "b.py": "print('PASS\\nFAIL')", "c.py": "1 / 0"}
+    programs = {
+        "a.py": "print('0 of 3\\nPASS')", "b.py": "print('PASS\\nFAIL')", "c.py": "1 / 0",
+        "d.py": "print('30 comparisons, 0 differ')", "e.py": "print('30 comparisons, 10 differ')",
+        "some_common.py": "1 / 0",
+    }  # fmt: skip
     for name, text in programs.items():
         (tmp_path / name).write_text(text)
-    run_gpu.run_cases(sorted(tmp_path.glob("*.py")), tmp_path, time.monotonic() + 170)
-    part = Summary(tmp_path).known["parts"]["cases"]
-    assert (part["passed"], part["failures"], part["not_run"]) == (1, ["b.py", "c.py"], [])
-    run_gpu.run_cases(sorted(tmp_path.glob("*.py")), tmp_path, time.monotonic())
-    assert Summary(tmp_path).known["parts"]["cases"]["not_run"] == ["a.py", "b.py", "c.py"]
+    cases = run_gpu.cases_in(tmp_path)
+    part = run_gpu.run_cases(cases, tmp_path, time.monotonic() + 170)
+    assert (part["passed"], sorted(part["failures"]), part["not_run"]) == (2, ["b.py", "c.py", "e.py"], [])
+    assert Summary(tmp_path / "cases").known["parts"]["cases"] == part
+    part = run_gpu.run_cases(cases, tmp_path, time.monotonic())
+    assert part["not_run"] == [f"{name}.py" for name in "abcde"]
+    assert Summary(tmp_path / "cases").known["parts"]["cases"] == part
 
 
 def test_what_runs() -> None:
