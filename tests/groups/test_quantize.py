@@ -11,6 +11,7 @@ import torch
 
 import tunegemm
 from tests.support.serving import Bound, fails, serving_by, with_other_device_current
+from tunegemm.dispatch import extension
 from tunegemm.errors import ProblemError
 from tunegemm.groups import quantize
 
@@ -142,9 +143,12 @@ def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.M
     """A graph may not keep another way than the one that its program measured."""
     x = torch.randn(3, 256).bfloat16()
     wanted = tunegemm.quantize(x)
-    with serving_by(monkeypatch, Bound(fails)):
+    kernel = Bound(lambda *addresses: None)
+    with serving_by(monkeypatch, kernel):
+        tunegemm.quantize(x)
+        kernel.launch = fails
         with monkeypatch.context() as during:
-            during.setattr(quantize, "capturing", lambda _: True)
+            during.setattr(extension, "capturing", lambda _: True)
             with pytest.raises(RuntimeError, match="700"):
                 tunegemm.quantize(x)
         with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*operations quantise"):

@@ -72,9 +72,9 @@ def test_a_patched_model_is_fused_as_well(kernels: Kernels, name: Any, fuse: boo
 def test_layers_of_one_kind_decide_together(monkeypatch: pytest.MonkeyPatch) -> None:
     decided: list[str] = []
     for kind in (sites.Linear, sites.Joint):
-        own = kind.decided
+        own = kind.decide
         monkeypatch.setattr(
-            kind, "decided", lambda self, *given, own=own: (decided.append(self.label), own(self, *given))[1]
+            kind, "decide", lambda self, *given, own=own: (decided.append(self.label), own(self, *given))[1]
         )
     run = compiled(made(nn.Sequential(*(Layer() for _ in range(4)))))
     with torch.no_grad():
@@ -355,15 +355,20 @@ def test_a_policy_and_a_refresh_decide_anew(planner: Planner, kernels: Kernels) 
 def test_a_launch_that_fails_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph may not keep another way than the one that its program measured."""
 
-    def launch(*_: int) -> None:
-        raise RuntimeError("planted")
+    fails = False
 
-    monkeypatch.setattr(joint, "load", lambda *_: lambda *_: launch)
+    def launch(*_: int) -> None:
+        if fails:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(joint, "load", lambda *_: (lambda *_: launch, False))
     model, x = made(MLP()), given()
     run = compiled(model)
     with torch.no_grad():
+        run(x)
+        fails = True
         with monkeypatch.context() as during:
-            during.setattr(joint, "capturing", lambda _: True)
+            during.setattr(extension, "capturing", lambda _: True)
             with pytest.raises(RuntimeError, match="planted"):
                 run(x)
         assert not joint.failed

@@ -22,7 +22,6 @@ from tests.support.layers import INNER, WIDTH, Own, given, made
 from tunegemm.groups import grouped
 from tunegemm.layers import backend, fusion, patterns, sites
 from tunegemm.layers.graph import linear_of
-from tunegemm.layers.joint import Keep
 from tunegemm.model.grouped import choose
 
 silu = F.silu
@@ -309,8 +308,9 @@ class Clamped(sites.Site):
 
     launched = 0
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Any, Any, Keep]:
-        return self.launch, self.launch(x, *operands), Keep.LONG
+    def decide(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        self.keep(x.shape, self.launch)
+        return self.launch(x, *operands)
 
     def launch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         Clamped.launched += 1

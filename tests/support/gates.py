@@ -30,7 +30,7 @@ class Kernels(Kernel):
         self.gates: list[tuple[int, int, int]] = []
         self.several: list[tuple[int, ...]] = []
 
-    def load(self, choice: JoinedChoice, device: torch.device) -> joint.Bind:
+    def load(self, choice: JoinedChoice, device: torch.device) -> tuple[joint.Bind, bool]:
         gate = next((step for step in choice.config.fused.steps if step in _GATES), "")
 
         def bind(
@@ -53,4 +53,4 @@ class Kernels(Kernel):
 
             return launch
 
-        return bind
+        return bind, False

@@ -9,6 +9,7 @@ import torch
 
 import tunegemm
 from tests.support.serving import Bound, fails, serving_by, with_other_device_current
+from tunegemm.dispatch import extension
 from tunegemm.dispatch.library import block_scales
 from tunegemm.errors import ProblemError
 from tunegemm.torch import blocks as own
@@ -149,9 +150,12 @@ def test_operators_say_which_scales_are_of_blocks() -> None:
 def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     given = operands(3, 136, 256)
     expected = tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
-    with serving_by(monkeypatch, Bound(fails)):
+    kernel = Bound(lambda *addresses: None)
+    with serving_by(monkeypatch, kernel):
+        tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
+        kernel.launch = fails
         with monkeypatch.context() as during:
-            during.setattr(own, "capturing", lambda _: True)
+            during.setattr(extension, "capturing", lambda _: True)
             with pytest.raises(RuntimeError, match="700"):
                 tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
         with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*torch computes"):

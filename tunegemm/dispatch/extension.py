@@ -4,9 +4,9 @@ A product that dispatch has no form for, such as rows in groups, brings its own 
 This module has everything that it shares with `tunegemm.matmul` and needs from dispatch:
 
 - `LaunchCache` keeps decisions for operands of one layout, and forgets them when records, policy or mode
-change; - `loaded` and `compiled` return a kernel or its object; a kernel that does not ship is compiled in
-the
-  background;
+  change;
+- `Family` loads kernels that no record names, and launches them at addresses; `loaded` and `compiled` return
+  such a kernel or its object; a kernel that does not ship is compiled in the background;
 - `policy`, `is_off`, `device_type` and `may_load` tell whether a kernel may serve now;
 - `operators` are those of ATen that `tunegemm.enable` takes over for it;
 - `define` makes an operator of our own, for graphs;
@@ -20,7 +20,7 @@ outside.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -37,6 +37,7 @@ from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.background import BackgroundCompiler, make_pool
 from tunegemm.dispatch.forms import Form
+from tunegemm.dispatch.fx import data_ptr
 from tunegemm.dispatch.guards import (
     capturing,
     check_of,
@@ -47,15 +48,16 @@ from tunegemm.dispatch.guards import (
 )
 from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.dispatch.states import own
-from tunegemm.errors import ArtifactError
+from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import families
+from tunegemm.generate.takes import NotTaken
 from tunegemm.store import packs
 from tunegemm.store.record import Record
 
 __all__ = [
-    "Known", "LaunchCache", "allocation", "compiled", "define", "device_of", "device_type", "fingerprint",
-    "forget", "gpu_of", "is_off", "library", "loaded", "may_load", "missed", "observer", "operators",
-    "policy", "recorded", "serves_by", "undifferentiable", "warn", "without_derivative",
+    "Family", "Known", "LaunchCache", "allocation", "compiled", "define", "device_of", "device_type",
+    "fingerprint", "forget", "gpu_of", "is_off", "library", "loaded", "may_load", "missed", "observer",
+    "operators", "policy", "recorded", "serves_by", "undifferentiable", "warn", "without_derivative",
 ]  # fmt: skip
 
 #: Replacements of ATen's operators, beyond those of two matrices, that `tunegemm.enable` installs: functions
@@ -261,6 +263,68 @@ def loaded(family: Any, load: Callable[[Any, Any], Any], config: Any, device: to
         with torch.cuda.device(index):
             kernel = _kernels[name, config, index] = load(config, artifact.path)
     return kernel
+
+
+class Family:
+    """A family whose kernels no record names: loads them and launches them, or warns why they cannot run."""
+
+    def __init__(self, module: Any, load: Callable[[Any, Any], Any], what: str, otherwise: str) -> None:
+        """module, load: as for `loaded`. what, otherwise: what the kernels compute, and what computes it
+        without them, as warnings say it."""
+        self._module, self._load, self._what, self._otherwise = module, load, what, otherwise
+        self._launches = LaunchCache()
+
+    def kernel(self, config: Any, device: torch.device) -> tuple[Any, bool]:
+        """The kernel of a configuration, None if there is none; and whether it is being compiled."""
+        try:
+            kernel = loaded(self._module, self._load, config, device)
+        except (TunegemmError, OSError, RuntimeError) as error:
+            warn(f"kernels of {self._what} cannot run on {device}: {one_line(error)}; {self._otherwise}")
+            return None, False
+        return kernel, kernel is None
+
+    def failed(self, device: torch.device, error: Exception) -> None:
+        """Warn that a launch failed; raises the error while a CUDA graph is captured, which would keep
+        another way than the one that its program measured."""
+        if capturing(device):
+            raise error
+        text = f"a kernel of {self._what} failed to launch on {device} ({one_line(error)})"
+        warn(f"{text}; {self._otherwise}")
+
+    def launch(
+        self,
+        key: Hashable,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        choose: Callable[..., tuple[Any, Callable[[Any], Any]] | None],
+        *facts: Any,
+    ) -> bool:
+        """Launch at the addresses of the operands and the results; False if torch must compute them.
+
+        choose: decides once for operands of a key and a layout, from them, the results and the facts. It
+        returns a configuration, and what makes the launch from its kernel; None if torch computes such calls.
+        """
+        known = self._launches.find(key, *tensors)
+        if known is None:
+            device = tensors[0].device
+            if not may_load(device):
+                return False
+            launch, waits = None, False
+            if not is_off() and (choice := choose(*tensors, *results, *facts)) is not None:
+                kernel, waits = self.kernel(choice[0], device)
+                launch = None if kernel is None else choice[1](kernel)
+            known = self._launches.keep(key, launch, *tensors, waits=waits)
+        if known.launch is None:
+            return False
+        try:
+            known.launch(*map(data_ptr, (*tensors, *results)))
+        except NotTaken:
+            return False
+        except (RuntimeError, ValueError) as error:
+            self.failed(tensors[0].device, error)
+            self._launches.keep(key, None, *tensors)
+            return False
+        return True
 
 
 def device_of(device: torch.device) -> Device:

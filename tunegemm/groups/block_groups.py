@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.fx import rank
-from tunegemm.dispatch.guards import capturing, current_device
-from tunegemm.errors import ProblemError, TunegemmError, one_line
+from tunegemm.dispatch.guards import current_device
+from tunegemm.errors import ProblemError
 from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK
-from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import grouped
 from tunegemm.groups.grouped import are_plain, check_ends, has_gradient, has_values
 from tunegemm.model.block_groups import choose, listed
 
 _FP8 = torch.float8_e4m3fn
-_launches = LaunchCache()
+_family = extension.Family(
+    block_groups, BlockGroupKernel.load, "groups with block scales", "they are computed in fp32"
+)
 
 
 def are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:
@@ -103,54 +103,24 @@ def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
 def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor | None:
     """The product in bf16 from a kernel; None if no kernel can run."""
     device = a.device
-    if device.type != extension.device_type() or extension.is_off() or not a.shape[0]:
+    if device.type != extension.device_type() or not a.shape[0]:
         return None
     if (device.index or 0) != current_device():
         with torch.cuda.device(device):
             return _by_kernel(a, b, scale_a, scale_b, offs)
-    tensors = a, b, scale_a, scale_b, offs
     result = a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16)
-    key = a.numel(), b.numel()
-    known = _launches.find(key, *tensors)
-    if known is None:
-        if not extension.may_load(device):
-            return None
-        launch, waits = _bind(*tensors, result)
-        known = _launches.keep(key, launch, *tensors, waits=waits)
-    if known.launch is None:
-        return None
-    try:
-        known.launch(*(each.data_ptr() for each in (*tensors, result)))
-    except NotTaken:
-        return None
-    except (RuntimeError, ValueError) as error:
-        if capturing(device):
-            raise
-        _launches.keep(key, None, *tensors)
-        extension.warn(
-            f"a kernel of groups with block scales failed to launch on {device} ({one_line(error)}); such "
-            "products are computed in fp32"
-        )
-        return None
-    return result
+    tensors, key = (a, b, scale_a, scale_b, offs), (a.numel(), b.numel())
+    return result if _family.launch(key, tensors, (result,), _choose) else None
 
 
-def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, out: Any) -> tuple[Any, bool]:
-    """The launch for operands with this layout, None without a kernel; and whether the kernel is being
-    compiled."""
-    device, operands = a.device, (a, b.mT, scale_a, scale_b.mT, offs, out)
+def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, out: Any) -> Any:
+    """See `Family.launch`."""
+    operands = a, b.mT, scale_a, scale_b.mT, offs, out
     if block_groups.refusal(*operands):
-        return None, False
+        return None
     # One kernel computes all rows in the same way, whatever their number.
     config = listed()[-1] if extension.policy().is_batch_invariant else choose(a.shape[0], b.shape[0])
-    try:
-        kernel = extension.loaded(block_groups, BlockGroupKernel.load, config, device)
-    except (TunegemmError, OSError, RuntimeError) as error:
-        extension.warn(f"kernels of groups with block scales cannot run on {device}: {one_line(error)}")
-        return None, False
-    if kernel is None:
-        return None, True
-    return kernel.bound(*operands, blocks=extension.device_of(device).sm_count), False
+    return config, lambda kernel: kernel.bound(*operands, blocks=extension.device_of(a.device).sm_count)
 
 
 def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:

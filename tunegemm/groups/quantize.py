@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import capturing, current_device, is_lazy, is_transformed
-from tunegemm.errors import ProblemError, TunegemmError, one_line
+from tunegemm.dispatch.guards import current_device, is_lazy, is_transformed
+from tunegemm.errors import ProblemError
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig, Quantizer
-from tunegemm.generate.takes import NotTaken
 from tunegemm.groups.grouped import are_plain, has_gradient
 
 _FP8 = torch.float8_e4m3fn
@@ -25,8 +21,6 @@ _MANTISSA = 0x7FFFFF
 
 #: Values and scales.
 Quantized = tuple[torch.Tensor, torch.Tensor]
-#: Launches at the addresses of x, values and scales.
-Launch = Callable[[int, int, int], None]
 
 
 def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = False) -> Quantized:
@@ -56,7 +50,7 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
 
 def _quantized(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
     _check(x, gate)
-    result = _by_kernel(x, gate is not None, bool(power_of_two)) if type(x) in PLAIN else None
+    result = _by_kernel(x, gate is not None, bool(power_of_two))
     return by_torch(x, gate is not None, power_of_two) if result is None else result
 
 
@@ -95,61 +89,29 @@ def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
 def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | None:
     """By one launch; None if torch must do it."""
     device = x.device
-    if device.type != extension.device_type() or extension.is_off() or not are_plain(x):
+    if not are_plain(x) or device.type != extension.device_type():
         return None
     if (device.index or 0) != current_device():
         with torch.cuda.device(device):
             return _by_kernel(x, gated, power_of_two)
-    key = gated, power_of_two
-    known = _launches.find(key, x)
-    if known is not None and known.launch is None:
-        return None
     rows, k = x.shape[0], x.shape[1] // (1 + gated)
     allocate = extension.allocation()
     values = allocate((rows, k), (k, 1), _FP8)
     scales = allocate((rows, -(-k // BLOCK)), (1, rows), torch.float32)
-    if known is None:
-        if not extension.may_load(device):
-            return None
-        launch, waits = _bind(x, values, scales, gated, power_of_two)
-        known = _launches.keep(key, launch, x, waits=waits)
-        if launch is None:
-            return None
-    try:
-        known.launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
-    except NotTaken:
-        return None
-    except (RuntimeError, ValueError) as error:
-        if capturing(device):
-            raise
-        _launches.keep(key, None, x)
-        _warn(f"a kernel that quantises failed to launch on {device} ({one_line(error)})")
-        return None
-    return values, scales
+    facts = gated, power_of_two
+    return (values, scales) if _family.launch(facts, (x,), (values, scales), _choose, *facts) else None
 
 
-_launches = LaunchCache()
+_family = extension.Family(kernels, Quantizer.load, "quantize", "torch's operations quantise")
 
 
-def _bind(x: Any, values: Any, scales: Any, gated: bool, power_of_two: bool) -> tuple[Launch | None, bool]:
-    """The launch for tensors with this layout, None if torch quantises; and whether a kernel is being
-    compiled."""
-
+def _choose(x: Any, values: Any, scales: Any, gated: bool, power_of_two: bool) -> Any:
+    """See `Family.launch`."""
     if is_lazy(x) or kernels.refusal(x, gated):
-        return None, False
-    try:
-        config = QuantizeConfig(_DTYPES[x.dtype], gated)
-        kernel = extension.loaded(kernels, Quantizer.load, config, x.device)
-    except (TunegemmError, OSError, RuntimeError) as error:
-        _warn(f"kernels that quantise cannot run on {x.device}: {one_line(error)}")
-        return None, False
-    if kernel is None:
-        return None, True
-    return kernel.bound(x, values, scales, power_of_two=power_of_two), False
-
-
-def _warn(text: str) -> None:
-    extension.warn(f"{text}; torch's operations quantise")
+        return None
+    return QuantizeConfig(_DTYPES[x.dtype], gated), lambda kernel: kernel.bound(
+        x, values, scales, power_of_two=power_of_two
+    )
 
 
 def _fake(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:

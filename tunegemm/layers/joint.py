@@ -7,17 +7,14 @@ holds both.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.guards import capturing, current_device
-from tunegemm.errors import TunegemmError, one_line
+from tunegemm.dispatch.guards import current_device
 from tunegemm.generate import joined
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.generate.takes import NotTaken
@@ -38,41 +35,22 @@ Bind = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, Sequence[An
 Parts = Callable[..., tuple[Sequence[torch.Tensor], Sequence[Any]]]
 
 
-class Keep(Enum):
-    """How long a decision about a call holds."""
-
-    NOT = enum.auto()
-    WAITS = enum.auto()
-    """For seconds: a kernel is being compiled."""
-    LONG = enum.auto()
-
-
 def way_of(
     x: torch.Tensor, parts: Parts, operands: Sequence[Any], *, gate: str = ""
-) -> tuple[Callable[..., Any] | None, Keep]:
-    """The function that computes calls like this one, with contiguous x, and how long it may be used. None if
-    torch computes them.
+) -> tuple[Callable[..., Any] | None, bool]:
+    """The function that computes calls like this one, with contiguous x, None if torch computes them; and
+    whether a kernel is being compiled.
 
     The function takes (x, *operands), and returns None if the kernel does not take their addresses. parts:
     the weights and biases among the operands. gate: a gated step; the weights are then gate and up.
     """
     weights, biases = parts(*operands)
     ns, rows = [weight.shape[0] for weight in weights], x.numel() // x.shape[-1]
-    if not extension.may_load(x.device):
-        return None, Keep.NOT
     if x.device.type != extension.device_type() or x.device in failed:
-        return None, Keep.LONG
+        return None, False
     choice = chosen(rows, ns, x.shape[-1], x.dtype, extension.gpu_of(x.device), gate=gate, bias=bool(biases))
-    if choice is None:
-        return None, Keep.LONG
-    try:
-        bind = load(choice, x.device)
-    except (TunegemmError, OSError, RuntimeError) as error:
-        _warn(f"kernels of several weights cannot run on {x.device}: {one_line(error)}")
-        return None, Keep.LONG
-    if bind is None:
-        return None, Keep.WAITS
-    return _way(bind, x, parts, ns[:1] if gate else ns), Keep.LONG
+    bind, waits = (None, False) if choice is None else load(choice, x.device)
+    return None if bind is None else _way(bind, x, parts, ns[:1] if gate else ns), waits
 
 
 def chosen(
@@ -115,10 +93,8 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> C
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
-            if capturing(device):
-                raise
+            _family.failed(device, error)
             failed.add(device)
-            _warn(f"a kernel of several weights failed to launch on {device} ({one_line(error)})")
             extension.forget()
             return None
         return result.split(columns, -1) if is_split else result
@@ -130,17 +106,12 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> C
 failed: set[torch.device] = set()
 
 
-def _load(choice: JoinedChoice, device: torch.device) -> Bind | None:
-    """None until it is compiled. Raises TunegemmError, OSError or RuntimeError if that fails."""
-    kernel = extension.loaded(joined, JoinedKernel.load, choice.config, device)
+_family = extension.Family(joined, JoinedKernel.load, "several weights", "torch computes them")
+
+
+def load(choice: JoinedChoice, device: torch.device) -> tuple[Bind | None, bool]:
+    """The kernel of a choice, None if there is none; and whether it is being compiled."""
+    kernel, waits = _family.kernel(choice.config, device)
     if kernel is None:
-        return None
-    return partial(kernel.bound, device=extension.device_of(device), **choice.words)
-
-
-#: Of a choice on a device.
-load: Callable[[JoinedChoice, torch.device], Bind | None] = _load
-
-
-def _warn(text: str) -> None:
-    extension.warn(f"{text}; torch computes them")
+        return None, waits
+    return partial(kernel.bound, device=extension.device_of(device), **choice.words), False

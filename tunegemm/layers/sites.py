@@ -25,7 +25,6 @@ from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
 from tunegemm.dispatch.launchers import Plan
 from tunegemm.groups.grouped import grouped_mm
 from tunegemm.layers import joint
-from tunegemm.layers.joint import Keep
 
 #: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
 Way: TypeAlias = Callable[..., Any]
@@ -74,17 +73,19 @@ class Site:
             return None if known.launch is None else known.launch(x, *operands)
         if not x.is_contiguous() or not x.numel():
             return None
-        way, result, keep = self.decided(x, *operands)
-        if keep is not Keep.NOT:
-            if len(self.shapes) >= MOST_SHAPES:
-                self.shapes.clear()
-            self.shapes[x.shape] = way is not None
-            self.ways.keep(x.shape, way, waits=keep is Keep.WAITS)
-        return result
+        return self.decide(x, *operands)
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
-        """How calls like this one are computed from now on (None: by torch), the result of this call (None if
-        torch must compute it), and how long the decision holds."""
+    def keep(self, shape: torch.Size, way: Way | None, *, waits: bool = False) -> None:
+        """Compute calls with an input of this shape so from now on; way: None for torch. waits: for some
+        seconds only, because a kernel is being compiled."""
+        if len(self.shapes) >= MOST_SHAPES:
+            self.shapes.clear()
+        self.shapes[shape] = way is not None
+        self.ways.keep(shape, way, waits=waits)
+
+    def decide(self, x: torch.Tensor, *operands: Any) -> Any:
+        """`keep` how calls like this one are computed, if that can be known now. Returns the result of this
+        call; None if torch must compute it."""
         raise NotImplementedError  # pragma: no cover - each subclass has its own
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> Any:
@@ -106,9 +107,9 @@ class Linear(Site):
         else:
             self.by_torch = functional.linear  # type: ignore[assignment,method-assign]
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
+    def decide(self, x: torch.Tensor, *operands: Any) -> Any:
         if self._has_residual and not operands[-1].is_contiguous():
-            return None, None, Keep.NOT
+            return None
         result = self._by_dispatcher(x, *operands)
         rows, right, seen = _as_matrices(x, *operands)
         recent = api.dispatcher.known(self._form, rows, right, *seen)
@@ -116,11 +117,14 @@ class Linear(Site):
         if result is not None:
             plan = recent.plan if recent is not None else None
             if plan is None or plan.launch_at is None or plan.reduces:
-                return self._by_dispatcher, result, Keep.LONG
-            way = launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
-            if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
-                way = partial(_captured, way)
-        return way, result, Keep.NOT if recent is None else Keep.LONG
+                way = self._by_dispatcher
+            else:
+                way = launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
+                if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
+                    way = partial(_captured, way)
+        if recent is not None or way is not None:
+            self.keep(x.shape, way)
+        return result
 
     def _by_dispatcher(self, x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> Any:
         """For kernels that are not launched by addresses alone."""
@@ -193,9 +197,12 @@ class Joint(Site):
 
     gate = ""
 
-    def decided(self, x: torch.Tensor, *operands: Any) -> tuple[Way | None, Any, Keep]:
-        way, keep = joint.way_of(x, self.parts, operands, gate=self.gate)
-        return way, None if way is None else way(x, *operands), keep
+    def decide(self, x: torch.Tensor, *operands: Any) -> Any:
+        if not extension.may_load(x.device):
+            return None
+        way, waits = joint.way_of(x, self.parts, operands, gate=self.gate)
+        self.keep(x.shape, way, waits=waits)
+        return None if way is None else way(x, *operands)
 
 
 class Gated(Joint):

@@ -12,13 +12,11 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.extension import LaunchCache
-from tunegemm.dispatch.guards import capturing, current_device
+from tunegemm.dispatch.guards import current_device
 from tunegemm.dispatch.library import block_scales, takes_fp8
-from tunegemm.errors import ProblemError, TunegemmError, one_line
+from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
-from tunegemm.generate.takes import NotTaken
 from tunegemm.groups.grouped import are_plain, has_gradient
 from tunegemm.model.blocks import choose
 
@@ -30,9 +28,6 @@ _TORCHS_UNIT = 4
 #: values of the result. On an H200 (twelve layers, 2026-11-29) the best kernel is 1.08 to 1.8 times as fast
 #: as torch's up to 64 rows, 1.09 to 1.6 times within the second bounds, 0.77 to 1.17 times beyond.
 _ALWAYS_ROWS, _MOST_ROWS, _MOST_VALUES = 64, 256, 1 << 20
-
-#: Launches at the addresses of a, the weight, their scales and the result.
-Launch = Callable[[int, int, int, int, int], None]
 
 
 def blocks_of(extent: int) -> int:
@@ -187,8 +182,6 @@ def product(
         or a.dtype is not _FP8
         or b.dtype is not _FP8
         or (out_dtype if out is None else out.dtype) not in _OUT_DTYPES
-        or extension.is_off()
-        or extension.policy().is_batch_invariant
         or not are_plain(a, b, scale_a, scale_b, out)
         or has_gradient(scale_a, scale_b)
     ):
@@ -199,60 +192,32 @@ def product(
     along = blocks_of(a.shape[1])
     if scale_b.shape[0] != along:
         scale_b = scale_b[:along]
-    tensors = (a, b, scale_a, scale_b, *(() if out is None else (out,)))
-    key = out_dtype, a.numel(), b.numel(), len(tensors)
-    result = out
-    if result is None:
+    given = (a, b, scale_a, scale_b, *(() if out is None else (out,)))
+    made = []
+    if out is None:
         shape = a.shape[0], b.shape[1]
-        result = extension.allocation()(shape, (shape[1], 1), out_dtype)
-    known = _launches.find(key, *tensors)
-    if known is None:
-        if not extension.may_load(device):
-            return None
-        launch, waits = _bind(a, b, scale_a, scale_b, result)
-        known = _launches.keep(key, launch, *tensors, waits=waits)
-    if known.launch is None:
-        return None
-    try:
-        known.launch(a.data_ptr(), b.data_ptr(), scale_a.data_ptr(), scale_b.data_ptr(), result.data_ptr())
-    except NotTaken:
-        return None
-    except (RuntimeError, ValueError) as error:
-        if capturing(device):
-            raise
-        _launches.keep(key, None, *tensors)
-        _warn(f"a kernel of block-scaled products failed to launch on {device} ({one_line(error)})")
-        return None
-    return result
+        made.append(extension.allocation()(shape, (shape[1], 1), out_dtype))
+    key = out_dtype, a.numel(), b.numel(), len(given)
+    return (*given, *made)[-1] if _family.launch(key, given, made, _choose) else None
 
 
-_launches = LaunchCache()
+_family = extension.Family(blocks, BlockKernel.load, "block-scaled products", "torch computes them")
 
 
-def _bind(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> tuple[Launch | None, bool]:
-    """The launch for operands with this layout, None if torch computes the product; and whether a kernel is
-    being compiled."""
-    device, weight, scales = a.device, b.t(), (scale_a, scale_b.t())
+def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> Any:
+    """See `Family.launch`."""
+    policy, weight, scales = extension.policy(), b.t(), (scale_a, scale_b.t())
     slower = (
         out.dtype is torch.bfloat16 and torch_is_faster(*out.shape) and torch_takes(a, b, scale_a, scale_b)
     )
-    if slower or blocks.refusal(a, weight, *scales, out):
-        return None, False
-    may_split, gpu = extension.policy().prefer != "no_workspace", extension.gpu_of(device)
+    if policy.is_batch_invariant or slower or blocks.refusal(a, weight, *scales, out):
+        return None
+    may_split, gpu = policy.prefer != "no_workspace", extension.gpu_of(a.device)
     choice = choose(
         a.shape[0], b.shape[1], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=gpu, may_split=may_split
     )
     if choice is None:
-        return None, False
-    try:
-        kernel = extension.loaded(blocks, BlockKernel.load, choice.config, device)
-    except (TunegemmError, OSError, RuntimeError) as error:
-        _warn(f"kernels of block-scaled products cannot run on {device}: {one_line(error)}")
-        return None, False
-    if kernel is None:
-        return None, True
-    return kernel.bound(a, weight, *scales, out, device=extension.device_of(device), **choice.words), False
-
-
-def _warn(text: str) -> None:
-    extension.warn(f"{text}; torch computes them")
+        return None
+    return choice.config, lambda kernel: kernel.bound(
+        a, weight, *scales, out, device=extension.device_of(a.device), **choice.words
+    )
