@@ -157,16 +157,16 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Op
 
 
 @cache
-def _names(name: str) -> list[str]:
-    """The names of an operator's arguments after its operands. A call may lack the last ones."""
-    return [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments][2:]
+def argument_names(name: str) -> list[str]:
+    """The names of an operator's arguments. A call may lack the last ones."""
+    return [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments]
 
 
 def _scaled(
     name: str, a: torch.Tensor, b: torch.Tensor, more: Sequence[Any]
 ) -> tuple[str, tuple[torch.Tensor, ...], torch.dtype | None, bool]:
     """Epilogue, its tensors, output dtype and whether sums are fast; no epilogue for other scales."""
-    arguments = dict(zip(_names(name), more, strict=False))
+    arguments = dict(zip(argument_names(name)[2:], more, strict=False))
     scales: tuple[Any, ...] = arguments["scale_a"], arguments["scale_b"]
     bias = arguments.get("bias")
     if name != "_scaled_mm":
@@ -184,7 +184,7 @@ def block_scales(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype | None] | None:
     """Operands, scales and output dtype of an operator's call whose scales may be of 1x128 and 128x128."""
     a, b, *more = arguments
-    value = dict(zip(_names(name), more, strict=False))
+    value = dict(zip(argument_names(name)[2:], more, strict=False))
     scale_a, scale_b = value["scale_a"], value["scale_b"]
     if value.get("bias") is not None or value.get("scale_result") is not None:
         return None

@@ -12,7 +12,7 @@ from tunegemm.dispatch.guards import deterministic
 from tunegemm.groups import grouped, scaled_groups
 
 
-def _grouping(kernel: Any) -> Callable[..., Any]:
+def _grouping(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The implementation for ``_grouped_mm``, which torch.nn.functional.grouped_mm calls."""
 
     def serve(
@@ -27,17 +27,17 @@ def _grouping(kernel: Any) -> Callable[..., Any]:
             result = grouped.groups.below_autograd(a, b, offs, None)
             if result is not None:
                 return result
-        return kernel.call_boxed(keyset, a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+        return kernel(keyset, a, b, offs=offs, bias=bias, out_dtype=out_dtype)
 
     return serve
 
 
-def _scaled_grouping(kernel: Any) -> Callable[..., Any]:
+def _scaled_grouping(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The implementation for ``_scaled_grouped_mm``."""
 
     def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
         result = scaled_groups.below_autograd(*arguments, **keywords)
-        return kernel.call_boxed(keyset, *arguments, **keywords) if result is None else result
+        return kernel(keyset, *arguments, **keywords) if result is None else result
 
     return serve
 

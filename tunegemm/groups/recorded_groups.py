@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +15,12 @@ from tunegemm.describe.problem import (
     normalize_dtype,
 )
 from tunegemm.describe.workload.products import Kind
+from tunegemm.dispatch.library import argument_names
 from tunegemm.errors import ProblemError
 from tunegemm.groups.grouped import fits
 
-#: The arguments of each ATen operator.
-OPERATORS = {
-    "_grouped_mm": ("a", "b", "offs", "bias", "out_dtype"),
-    "_scaled_grouped_mm": (
-        "a", "b", "scale_a", "scale_b", "offs", "bias", "scale_result", "out_dtype", "use_fast_accum",
-    ),
-}  # fmt: skip
+#: ATen's.
+OPERATORS = ("_grouped_mm", "_scaled_grouped_mm")
 
 
 @dataclass(frozen=True)
@@ -45,11 +41,10 @@ class GroupedCall:
     gate: str = ""
 
     @classmethod
-    def of(cls, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> GroupedCall:
+    def of(cls, name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> GroupedCall:
         """The call of an ATen operator with these arguments."""
-        value = zip(OPERATORS[name], arguments, strict=False)
-        words = {"a" if key == "self" else "b" if key == "mat2" else key: keywords[key] for key in keywords}
-        return cls(name.strip("_"), **dict(value), **words)
+        value = dict(zip(argument_names(name), arguments, strict=False)) | keywords
+        return cls(name.strip("_"), value.pop("self"), value.pop("mat2"), **value)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -71,7 +66,7 @@ class GroupedCall:
         a, b, groups = self.a, self.b, len(self.offs if self.offs is not None else self.b)
         majors = mode_of(a, "m", "k", "k"), mode_of(b, "k", "n", "k"), mode_of(result, "m", "n", "n")
         results = Kind(
-            a.shape[-2], b.shape[-1], a.shape[-1], 1, dtype_of(a), dtype_of(result), *majors,
+            a.shape[-2], b.shape[-1], a.shape[-1], 1, dtype_of(a.dtype), dtype_of(result.dtype), *majors,
             MAX_ALIGNMENT, self.op, "none" if self.bias is None else "vector", device=a.device.type,
             refusal=self._refusal(), groups=groups,
         )  # fmt: skip
@@ -98,7 +93,7 @@ class GroupedCall:
             return (
                 "kernels of scaled groups need use_fast_accum=True, without a bias or a scale of the result"
             )
-        out_dtype = "bf16" if scaled else dtype_of(a)
+        out_dtype = "bf16" if scaled else dtype_of(a.dtype)
         if self.out_dtype is not None and normalize_dtype(self.out_dtype) != out_dtype:
             return f"grouped kernels store {out_dtype}, not {self.out_dtype}"
         beside = self.scale_b if scaled else self.bias
@@ -117,9 +112,9 @@ def mode_of(tensor: torch.Tensor, rows: str, columns: str, prefer: str) -> str:
         return ""
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
-    """The short name of a tensor's dtype, or torch's name if it has no short one."""
+def dtype_of(dtype: torch.dtype) -> str:
+    """The short name of a dtype, or torch's name if it has no short one."""
     try:
-        return normalize_dtype(str(tensor.dtype))
+        return normalize_dtype(str(dtype))
     except ProblemError:
-        return str(tensor.dtype).removeprefix("torch.")
+        return str(dtype).removeprefix("torch.")

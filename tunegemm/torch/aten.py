@@ -34,16 +34,9 @@ class Layer:
     """Names in ATen, each for all its overloads. Names that this torch lacks are skipped."""
     keys: Sequence[str]
     """``CPU``, ``CUDA``: torch computes products whose kernel is at another key."""
-    wrap: Callable[[str, Any], Callable[..., Any]]
-    """Makes the function for an operator and its kernel. The function gets the dispatch keys and then the
-    operator's arguments, as ``kernel.call_boxed`` does."""
-
-
-class _Below:
-    """What would run without us, as it is at each call."""
-
-    def __init__(self, operator: Any) -> None:
-        self.call_boxed = operator.redispatch
+    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+    """Makes the function for an operator, from its name and a function that calls the kernel that would run
+    without us, as it is at each call. Both functions get the dispatch keys, then the operator's arguments."""
 
 
 class _Place(NamedTuple):
@@ -102,7 +95,7 @@ class Replacements:
 def _before(name: str, operator: Any, layer: Layer, places: dict[int, _Place]) -> Callable[..., Any]:
     """The function in front of an overload's kernels. places: of this layer, by dispatch keys; a program has
     few of these, and looking one up costs less than asking torch."""
-    serve, go_on = layer.wrap(name, _Below(operator)), operator.redispatch
+    serve, go_on = layer.wrap(name, operator.redispatch), operator.redispatch
 
     def find(keyset: Any) -> _Place:
         below = keyset & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from tunegemm.choose.operators import OPERATORS
-from tunegemm.describe.problem import normalize_dtype
 from tunegemm.describe.served import Served
 from tunegemm.dispatch import api
-from tunegemm.errors import ProblemError, TunegemmError
+from tunegemm.errors import TunegemmError
+from tunegemm.groups.recorded_groups import dtype_of
 from tunegemm.torch.processes import Writer
 
 #: Names the folder in which each process of `tunegemm run` writes its counts.
@@ -55,23 +55,22 @@ class Counts:
         """Wrap `make` for an operator to count its calls, and those that fall back to torch's kernel."""
         first, calls, fell_back, inside = OPERATORS[name].first, self._calls, self._fell_back, self._inside
 
-        class Kernel:
-            def call_boxed(self, keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-                if getattr(inside, "on", False):
-                    return kernel.call_boxed(keyset, *arguments, **keywords)
-                fell_back[key_of(arguments)] += 1
-                inside.on = True
-                try:
-                    return kernel.call_boxed(keyset, *arguments, **keywords)
-                finally:
-                    inside.on = False
+        def by_torch(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            if getattr(inside, "on", False):
+                return kernel(keyset, *arguments, **keywords)
+            fell_back[key_of(arguments)] += 1
+            inside.on = True
+            try:
+                return kernel(keyset, *arguments, **keywords)
+            finally:
+                inside.on = False
 
         def key_of(arguments: tuple[Any, ...]) -> _Key:
             a, b = arguments[first : first + 2]
             key = a.shape, b.shape, a.dtype
             return key if key in calls or len(calls) < MOST_PRODUCTS else _FURTHER
 
-        serve = make(Kernel())
+        serve = make(by_torch)
 
         def counted(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
             if not getattr(inside, "on", False):
@@ -135,8 +134,4 @@ def _gains() -> Mapping[_Key, float]:
 
 
 def _place(a: torch.Size, b: torch.Size, dtype: torch.dtype) -> _Key:
-    try:
-        name = normalize_dtype(str(dtype))
-    except ProblemError:
-        name = str(dtype)
-    return tuple(a), tuple(b), "tf32" if name == "fp32" else name
+    return tuple(a), tuple(b), "tf32" if dtype is torch.float32 else dtype_of(dtype)

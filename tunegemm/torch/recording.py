@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -260,21 +261,16 @@ class _Interception:
 
     def _wrap(self, name: str, original: Any) -> Callable[..., Any]:
         def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            compute = partial(original, keyset, *arguments, **keywords)
             if self._is_apart():
-                return original.call_boxed(keyset, *arguments, **keywords)
+                return compute()
             if name in recorded_groups.OPERATORS:
-                return self._observe_groups(
-                    GroupedCall.of(name, arguments, keywords),
-                    lambda: original.call_boxed(keyset, *arguments, **keywords),
-                )
+                return self._observe_groups(GroupedCall.of(name, arguments, keywords), compute)
             call = call_of(name, arguments, keywords)
             kind = _Asked(
                 name.strip("_").removesuffix("_v2"), call.form, call.refusal, _activation(name, keywords)
             )
-            return self._count_named(
-                kind, call.a, call.b, call.tensors, call.out,
-                lambda: original.call_boxed(keyset, *arguments, **keywords),
-            )  # fmt: skip
+            return self._count_named(kind, call.a, call.b, call.tensors, call.out, compute)
 
         return kernel
 
@@ -458,8 +454,8 @@ def _kind(asked: _Asked, call: Named | Refusal, a: torch.Tensor, b: torch.Tensor
         n=b.shape[-1],
         k=a.shape[-1],
         batch=a.shape[0] if a.ndim == 3 else 1,
-        in_dtype=dtype_of(a),
-        out_dtype=dtype_of(out),
+        in_dtype=dtype_of(a.dtype),
+        out_dtype=dtype_of(out.dtype),
         a_major=a_major,
         b_major=b_major,
         out_major=mode_of(out, "m", "n", "n"),

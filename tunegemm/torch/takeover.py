@@ -21,7 +21,7 @@ from tunegemm.torch import blocks
 from tunegemm.torch.aten import Layer, replacements
 
 #: Makes a function that counts an operator's calls, from its name, the maker of the function that replaces
-#: its kernel, and that kernel.
+#: its kernel, and what calls that kernel.
 Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..., Any]]
 
 #: The dispatch keys whose products are taken over.
@@ -97,7 +97,7 @@ def disable() -> None:
 # Torch computes the calls that a function lets through, and rejects bad operands itself.
 
 
-def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
+def _plain(kernel: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
     """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
@@ -116,12 +116,12 @@ def _plain(kernel: Any, dimensions: int) -> Callable[..., Any]:
                 result = api.dispatcher.below_autograd(a, b, keywords.get("out"))
             if result is not None:
                 return result
-        return kernel.call_boxed(keyset, a, b, *more, **keywords)
+        return kernel(keyset, a, b, *more, **keywords)
 
     return serve
 
 
-def _adding(kernel: Any, dimensions: int) -> Callable[..., Any]:
+def _adding(kernel: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
     """For ``addmm(c, a, b, *, beta, alpha)`` and ``baddbmm``, and these with ``out``."""
 
     def serve(
@@ -132,17 +132,17 @@ def _adding(kernel: Any, dimensions: int) -> Callable[..., Any]:
             try:
                 text, tensors, numbers = addmm_steps(c, a, b, beta, alpha)
             except TypeError:  # of a complex number
-                return kernel.call_boxed(keyset, c, a, b, **keywords)
+                return kernel(keyset, c, a, b, **keywords)
             form, out = form_of(BELOW_AUTOGRAD, text), keywords.get("out")
             result = api.dispatcher.fused(form, a, b, tensors, numbers, out)
             if result is not None:
                 return result
-        return kernel.call_boxed(keyset, c, a, b, *more, **keywords)
+        return kernel(keyset, c, a, b, *more, **keywords)
 
     return serve
 
 
-def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
+def _scaling(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
     """For ``_scaled_mm``, and ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls; with ``out``."""
 
     def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -151,12 +151,12 @@ def _scaling(kernel: Any, name: str) -> Callable[..., Any]:
             result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
         else:
             result = blocks.below_autograd(name, arguments, keywords)
-        return kernel.call_boxed(keyset, *arguments, **keywords) if result is None else result
+        return kernel(keyset, *arguments, **keywords) if result is None else result
 
     return serve
 
 
-def _of_int8(kernel: Any) -> Callable[..., Any]:
+def _of_int8(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """For ``_int_mm``, and this with ``out``."""
     form = form_of(BELOW_AUTOGRAD, "", torch.int32)
 
@@ -164,7 +164,7 @@ def _of_int8(kernel: Any) -> Callable[..., Any]:
         result = None
         if a.dtype == b.dtype == torch.int8 and a.ndim == b.ndim == 2 and _has_int8_extents(a, b):
             result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
-        return kernel.call_boxed(keyset, a, b, **keywords) if result is None else result
+        return kernel(keyset, a, b, **keywords) if result is None else result
 
     return serve
 
