@@ -117,14 +117,14 @@ def test_backward_names_the_problems_that_autograd_asks_for(kernel, monkeypatch,
 
 def test_gradients_are_right_to_the_last_bit_of_double_precision(monkeypatch, kernel):
     """gradcheck, once and twice, with double numbers let through to a kernel that computes in them."""
-    from tunegemm.dispatch.autograd import multiply_differentiably
+    from tunegemm.dispatch.autograd import differentiably
 
     def product(a, b):
         with torch.no_grad():
             return torch.matmul(a, b)
 
     def multiply(a, b):
-        return multiply_differentiably(product, a, b)
+        return differentiably(product, a, b)
 
     for a_shape, b_shape in (((3, 4), (4, 5)), ((2, 2, 4), (4, 3)), ((2, 3, 4), (2, 4, 3))):
         a = torch.randn(a_shape, dtype=torch.double, requires_grad=True)

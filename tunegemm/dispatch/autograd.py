@@ -103,21 +103,17 @@ def _multiplier(product: Maybe) -> Multiply:
     if is_transformed():  # as with is_grads_batched
         return torch.matmul
     # Derivatives of a backward pass are rarely needed.
-    return partial(multiply_differentiably if torch.is_grad_enabled() else _multiply, product)
+    return partial(differentiably if torch.is_grad_enabled() else _multiply, product)
 
 
-def multiply_differentiably(
-    product: Maybe, a: torch.Tensor, b: torch.Tensor, linear: bool = False
+def differentiably(
+    product: Maybe,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    linear: bool = False,
+    bias: torch.Tensor | None = None,
+    add: Add | None = None,
 ) -> torch.Tensor:
-    """``a @ b``, or ``a @ b.t()`` if it is `linear`, recorded by autograd; `is_simple`
-    must hold."""
-    result: torch.Tensor = Product.apply(product, a, b, linear, None, None)
-    return result
-
-
-def add_differentiably(
-    add: Add, product: Maybe, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor, linear: bool = False
-) -> torch.Tensor:
-    """The same with a bias, by `add`; the products of its gradients are by `product`."""
+    """`Product`, recorded by autograd; `is_simple` must hold."""
     result: torch.Tensor = Product.apply(product, a, b, linear, bias, add)
     return result

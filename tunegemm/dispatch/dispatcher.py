@@ -27,13 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.describe.problem import MAX_ALIGNMENT
 from tunegemm.dispatch import guards
-from tunegemm.dispatch.autograd import (
-    DTYPES,
-    PLAIN,
-    add_differentiably,
-    is_simple,
-    multiply_differentiably,
-)
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, differentiably, is_simple
 from tunegemm.dispatch.forms import (
     ADDMM,
     ALIGNMENT,
@@ -415,13 +409,13 @@ class Dispatcher:
         linear, product = form.call == LINEAR, self._below_autograd
 
         def multiply(*_: Any) -> Any:
-            return multiply_differentiably(product, a, b, linear)
+            return differentiably(product, a, b, linear)
 
         def biased(_a: Any, _b: Any, bias: Any) -> Any:
             right = b.t() if linear else b
             if bias.shape != right.shape[-1:]:  # which torch broadcasts
                 return added(a, right, bias)
-            return add_differentiably(self._add, product, a, b, bias, linear)
+            return differentiably(product, a, b, linear, bias, self._add)
 
         if form.is_plain:
             return multiply()

@@ -22,7 +22,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch import api
-from tunegemm.dispatch.autograd import DTYPES, PLAIN, gradients, is_simple
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, differentiably, gradients, is_simple
 from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
 from tunegemm.dispatch.guards import is_transformed
@@ -93,16 +93,6 @@ def _define_product(name: str) -> None:
         check(a, b)
         return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(a, b)
-            return operator(a, b)  # without gradients; torch computes it if there is no kernel
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            return gradients(operator, grad, ctx.saved_tensors, ctx.needs_input_grad)
-
     def autograd(keyset: Any, a: torch.Tensor, b: torch.Tensor, *, records: str = "") -> torch.Tensor:
         if is_transformed():
             return torch.matmul(a, b)  # an autograd.Function cannot be applied inside a transform's kernel
@@ -111,7 +101,7 @@ def _define_product(name: str) -> None:
             check(a, b)
             return aten(a, b)  # traced: a compiler does more with its own operator
         if is_trained:
-            return Differentiable.apply(a, b)
+            return differentiably(operator, a, b)
         if type(a) in PLAIN and type(b) in PLAIN and not torch._C._len_torch_dispatch_stack():
             return compute(a, b)  # no mode below is active; saves the way through torch's dispatcher
         with torch._C._AutoDispatchBelowAutograd():

@@ -64,7 +64,7 @@ def test_gradients_in_double_precision():
 
 
 def test_gradients_of_a_bias_twice(serve, kernel):
-    from tunegemm.dispatch.autograd import add_differentiably
+    from tunegemm.dispatch.autograd import differentiably
 
     def compute(a, b, bias):
         return torch.matmul(a, b) + bias
@@ -72,7 +72,7 @@ def test_gradients_of_a_bias_twice(serve, kernel):
     given = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in ((3, 4), (4, 5), (5,))]
 
     def call(a, b, bias):
-        return add_differentiably(compute, torch.matmul, a, b, bias)
+        return differentiably(torch.matmul, a, b, False, bias, compute)
 
     assert torch.autograd.gradcheck(call, given)
     assert torch.autograd.gradgradcheck(call, given)
