@@ -335,8 +335,7 @@ def test_a_pattern_is_a_function_its_site_and_its_place_in_the_list(
     planner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CONTRIBUTING.md names the files."""
-    mine = patterns.Pattern("clamped", clamped)
-    monkeypatch.setattr(fusion, "PATTERNS", (mine, *patterns.PATTERNS))
+    monkeypatch.setattr(fusion, "PATTERNS", (clamped, *patterns.PATTERNS))
     model, x = made(Own(lambda m, x: torch.clamp(m.a(x), 0))), given()
     with torch.no_grad():
         expected = model(x)

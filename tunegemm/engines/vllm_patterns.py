@@ -13,7 +13,7 @@ from tunegemm.dispatch import extension
 from tunegemm.engines import vllm_gates
 from tunegemm.layers import fusion
 from tunegemm.layers.graph import Layer, transposed_of, value
-from tunegemm.layers.patterns import Match, Pattern, half_gate
+from tunegemm.layers.patterns import Match, half_gate
 
 _MM = torch.ops.tunegemm.mm
 _HOPPER = 9, 0
@@ -40,7 +40,7 @@ def _linear_of(node: Any) -> Layer | None:
 
 
 #: vLLM's SiluAndMul slices the halves as torch's own code does.
-_PATTERNS = (Pattern("half gate", partial(half_gate, layer=_linear_of)),)
+_PATTERNS = (partial(half_gate, layer=_linear_of),)
 
 
 def _operator_for(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Tensor] | None:

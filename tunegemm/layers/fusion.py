@@ -35,14 +35,14 @@ def fuse(graph: Graph, make: Make = of_site, patterns: Sequence[Pattern] | None 
     for pattern in PATTERNS if patterns is None else patterns:
         order, gone = Order(graph), set[Node]()
         for node in [*graph.nodes]:
-            match = None if node in gone else pattern.match(node)
+            match = None if node in gone else pattern(node)
             if match is None or gone.intersection(match.nodes) or (facts := _facts(match, order)) is None:
                 continue
             if (function := make(match, facts)) is None:
                 continue
             _replace(graph, match, function)
             gone.update(match.nodes)
-            count[pattern.name] += 1
+            count[match.kind] += 1
     for node in reversed([*graph.nodes] if count else []):
         if not node.users and transposed_of(node) is not None:  # the transpose of a layer's weight
             graph.erase_node(node)

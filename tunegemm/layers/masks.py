@@ -25,25 +25,9 @@ sdpa: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 #: What may compute a mask: each depends on its arguments alone.
 _FUNCTIONS = {
-    *(
-        getattr(operator, name)
-        for name in (
-            "add",
-            "sub",
-            "mul",
-            "floordiv",
-            "mod",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "eq",
-            "ne",
-            "and_",
-            "or_",
-        )
-    ),
-    *(operator.xor, operator.invert, operator.neg, operator.getitem),
+    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod),
+    *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
+    *(operator.and_, operator.or_, operator.xor, operator.invert, operator.neg, operator.getitem),
     *(torch.arange, torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like),
     *(torch.add, torch.sub, torch.mul, torch.diff, torch.cumsum, torch.where, torch.tril, torch.triu),
     *(torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -37,7 +37,7 @@ class Match:
     """Nodes that one call replaces."""
 
     kind: str
-    """The pattern's name, for a report."""
+    """The pattern's name, for a count."""
     nodes: tuple[Node, ...]
     """All nodes that the call replaces; its result replaces that of the last one."""
     operands: tuple[Node, ...]
@@ -60,12 +60,8 @@ class Match:
         return self.operands[1 : 1 + count]
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """A pattern that the pass recognises."""
-
-    name: str
-    match: Callable[[Node], Match | None]
+#: Recognises a node, such as the last one of a match.
+Pattern: TypeAlias = Callable[[Node], Match | None]
 
 
 def gate(node: Node) -> Match | None:
@@ -179,14 +175,7 @@ def product(node: Node) -> Match | None:
 
 
 #: In the order in which they are looked for.
-PATTERNS = (
-    Pattern("gate", gate),
-    Pattern("half gate", half_gate),
-    Pattern("chain", chain),
-    Pattern("several", several),
-    Pattern("linear", linear),
-    Pattern("product", product),
-)
+PATTERNS: tuple[Pattern, ...] = (gate, half_gate, chain, several, linear, product)
 
 _LAYOUTS = {
     ("first", "second"): "gate first",
