@@ -36,6 +36,7 @@ from tunegemm.dispatch.forms import (
     LINEAR,
     MATMUL,
     SCALED_MM,
+    Call,
     Form,
     form_of,
 )
@@ -342,7 +343,7 @@ class Dispatcher:
         state = planner.states[own()]
         plan = state.plans.get(key)
         if not plan:
-            state, plan = planner.plan(key, form, a, b, tensors, numbers, out)
+            state, plan = planner.plan(key, Call(form, a, b, tensors, numbers, out))
         if not isinstance(plan, Plan):
             if plan is COMPOSED:
                 multiply = partial(self.product, call)

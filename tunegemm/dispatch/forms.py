@@ -130,6 +130,17 @@ _ONE_FUNCTION: dict[tuple[int, str], Callable[..., Any]] = {
 }  # fmt: skip
 
 
+class Call(NamedTuple):
+    """A call of `Dispatcher.fused`."""
+
+    form: Form
+    a: torch.Tensor
+    b: torch.Tensor
+    tensors: Sequence[torch.Tensor]
+    numbers: Sequence[float]
+    out: torch.Tensor | None
+
+
 class Named(NamedTuple):
     """A call that a kernel may compute."""
 

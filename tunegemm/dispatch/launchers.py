@@ -17,7 +17,7 @@ import torch
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.dispatch.forms import ALIGNMENT, Form, Named, Refusal, seen_as
+from tunegemm.dispatch.forms import ALIGNMENT, Call, Form, Named, Refusal, seen_as
 from tunegemm.dispatch.guards import REDUCTIONS, grad_enabled, reductions_allowed
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
@@ -163,20 +163,12 @@ def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> boo
     return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
 
 
-def make_plan(
-    prepared: Prepared,
-    asked: Named,
-    form: Form,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    numbers: Sequence[float],
-    out: torch.Tensor | None,
-) -> Plan:
+def make_plan(prepared: Prepared, asked: Named, call: Call) -> Plan:
     """The plan of a launcher that takes these operands (`refusal_of`); b is (k, n).
 
     Raises the launcher's errors for unsuitable strides.
     """
+    form, a, b, tensors, numbers, out = call
     operands, shapes = asked.operands, asked.shapes
     problem, launch, views = operands.problem, prepared.launch, operands.views
     assert launch is not None

@@ -30,7 +30,7 @@ from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.dispatch.background import Answer, BackgroundCompiler, make_pool
-from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Form, Refusal, describe, described, named
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Call, Form, Refusal, describe, described, named
 from tunegemm.dispatch.guards import allocation, capturing, deterministic
 from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
 from tunegemm.dispatch.missing import Wanted, compile_first, explain_missing
@@ -171,21 +171,12 @@ class Planner:
         """Whether torch computes every product."""
         return self.mode == "off"
 
-    def plan(
-        self,
-        key: tuple[Any, ...],
-        form: Form,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[float],
-        out: torch.Tensor | None,
-    ) -> tuple[State, Plan | Composed | None]:
+    def plan(self, key: tuple[Any, ...], call: Call) -> tuple[State, Plan | Composed | None]:
         """Make and keep the plan of a key; keeps nothing while a CUDA graph is being recorded.
 
         For a key that falls back to torch, this only reads the clock, and occasionally checks files.
         """
-        state = self.state
+        state, form, a, b = self.state, call.form, call.a, call.b
         known = key in state.plans
         if known and time.monotonic() < self.next_look:
             return state, state.plans.get(key)
@@ -202,13 +193,13 @@ class Planner:
             state = self._look() if known else self.state
             if key in state.plans:
                 return state, state.plans[key]
-            if self._is_missing(state, form, a, b, out):
+            if self._is_missing(state, call):
                 state.make_room(MAX_PLANS)
                 state.plans[key] = None
                 return state, None
             plan: Plan | Composed | None = None
             with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
-                plan = self._make_plan(state, key, form, a, b, tensors, numbers, out)
+                plan = self._make_plan(state, key, call)
                 composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
                 if composed and self._has_tuned_product(state, form, a, b):
                     plan = COMPOSED
@@ -216,15 +207,16 @@ class Planner:
             state.plans[key] = plan
         return state, plan
 
-    def _is_missing(self, state: State, form: Form, a: torch.Tensor, b: torch.Tensor, out: Any) -> bool:
+    def _is_missing(self, state: State, call: Call) -> bool:
         """Whether a product's number of rows is in a range that is known to have no kernel. An earlier search
         with another number of rows yields such a range (`Selection.rows`); a serving engine keeps bringing
         new numbers."""
-        if not state.misses or b.ndim != 2 or not (form.is_plain or form.call == BELOW_AUTOGRAD):
+        form = call.form
+        if not state.misses or call.b.ndim != 2 or not (form.is_plain or form.call == BELOW_AUTOGRAD):
             return False
-        if (ranges := state.misses.get(_but_for_rows(form, a, b, out))) is None:
+        if (ranges := state.misses.get(_but_for_rows(call))) is None:
             return False
-        rows = math.prod(a.shape[:-1])
+        rows = math.prod(call.a.shape[:-1])
         return any(low <= rows <= high for low, high in ranges)
 
     def _apply_feedback(
@@ -272,25 +264,14 @@ class Planner:
     def _every_state(self) -> list[State]:
         return [*self.states.all(), *(self._suspended.all() if self._suspended else ())]
 
-    def _make_plan(
-        self,
-        state: State,
-        key: tuple[Any, ...],
-        form: Form,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        tensors: Sequence[torch.Tensor],
-        numbers: Sequence[float],
-        out: torch.Tensor | None,
-    ) -> Plan | None:
-        name = form.name(a)
-        if form.call == LINEAR and b.ndim != 2:
-            return None
-        if any(tensor.device != a.device for tensor in (b, *tensors)):
-            return None
-        if out is not None and out.device != a.device:
+    def _make_plan(self, state: State, key: tuple[Any, ...], call: Call) -> Plan | None:
+        form, a, b, tensors, _, out = call
+        name, others = form.name(a), (b, *tensors) if out is None else (b, *tensors, out)
+        if any(tensor.device != a.device for tensor in others):
             return None
         if form.call == LINEAR:
+            if b.ndim != 2:
+                return None
             b = b.t()
         asked = named(form, a, b, tensors, out)
         if isinstance(asked, Refusal):
@@ -312,7 +293,7 @@ class Planner:
         if prepared is None or prepared.launch is None:
             ranges = state.misses.get(_weight(problem, a.device.index or 0))
             if ranges is not None and b.ndim == 2 and problem.batch == 1:
-                state.misses[_but_for_rows(form, a, b, out)] = ranges
+                state.misses[_but_for_rows(call)] = ranges
             if isinstance(prepared, Compiling):
                 prepared.waiting.add(key)
             return None
@@ -322,7 +303,7 @@ class Planner:
                 self.notices.warn(text, ("unaligned", *weight_of(problem)))
             return None
         try:
-            return make_plan(prepared, asked, form, a, b, tensors, numbers, out)
+            return make_plan(prepared, asked, call._replace(b=b))
         except Exception as error:  # launchers of other packages may raise anything
             text = f"{problem}: {named_error(error)}; {who(name)} falls back to torch"
             self.notices.warn(text, ("strides", *weight_of(problem)))
@@ -604,10 +585,9 @@ def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:
     return (*weight_of(problem), problem.batch, index)
 
 
-def _but_for_rows(
-    form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None
-) -> tuple[Hashable, ...]:
+def _but_for_rows(call: Call) -> tuple[Hashable, ...]:
     """Everything except rows that determines a call's problem; includes all strides of non-dense tensors."""
+    form, a, b, _, _, out = call
     dense = tuple(
         each.is_contiguous() or (each.shape, each.stride()) for each in ((a,) if out is None else (a, out))
     )
