@@ -184,19 +184,19 @@ class Forward:
     """Replaces the forward of one MLP, as `module.forward`."""
 
     def __init__(self, module: nn.Module, places: Places) -> None:
-        self._module, self._places = module, places
+        self._module, self.places = module, places
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = self._module
         if not _is_compiling() and len(arguments) == 1 and not keywords:
             gated = self._gated(arguments[0])
             if gated is not None:
-                return module.get_submodule(self._places.down)(gated)
+                return module.get_submodule(self.places.down)(gated)
         return type(module).forward(module, *arguments, **keywords)
 
     def _gated(self, x: Any) -> torch.Tensor | None:
         """The gate by a kernel; None where the class's forward is to compute it."""
-        children, places = self._module._modules, self._places
+        children, places = self._module._modules, self.places
         gate, act, up = children.get(places.gate), children.get(places.act), children.get(places.up)
         if not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
             return None
@@ -250,22 +250,15 @@ def _is_bare(module: Any) -> bool:
     )
 
 
-def fuse(model: nn.Module) -> int:
-    """Replace the forward of the MLPs that are recognised. Returns how many of the model's MLPs have a
-    replaced one now."""
+def fuse(model: nn.Module) -> None:
+    """Replace the forward of the MLPs that are recognised."""
     for module in model.modules():
         if (places := recognised(module)) is not None:
             module.forward = Forward(module, places)
-    return sum(is_fused(module) for module in model.modules())
 
 
 def unfuse(model: nn.Module) -> None:
     """Restore the forwards that `fuse` replaced."""
     for module in model.modules():
-        if is_fused(module):
+        if isinstance(vars(module).get("forward"), Forward):
             del module.forward
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Whether `fuse` replaced a module's forward."""
-    return isinstance(vars(module).get("forward"), Forward)

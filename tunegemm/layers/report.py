@@ -60,9 +60,8 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
 
     known: dict[Hashable, str] = {}
     for name, module in model.named_modules():
-        if mlp.is_fused(module):
-            places = mlp.places_of(type(module))
-            assert places is not None
+        if isinstance(forward := vars(module).get("forward"), mlp.Forward):
+            places = forward.places
             layer = module._modules[places.gate]
             activation = places.activation(module)
             rows = (
