@@ -148,7 +148,7 @@ def test_operands_at_addresses_that_kernels_do_not_take_are_torchs(
         b = shifted(b.mT, by).mT
     loops.calls.clear()
     assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), expected)
-    with takeover.enable():
+    with takeover.begin():
         assert torch.equal(torchs(a, b, offs=offs), expected)
     gated = grouped.groups(a, b, offs, None, "swiglu")
     assert (gated is not None) == (by == 8)
@@ -333,7 +333,7 @@ def test_what_a_takeover_does_not_serve_is_torchs_to_compute_or_refuse(
             expected: Any = call()
         except (RuntimeError, ValueError) as error:
             expected = error
-        with takeover.enable():
+        with takeover.begin():
             if isinstance(expected, Exception):
                 with pytest.raises(type(expected)) as raised:
                     call()
@@ -348,7 +348,7 @@ def test_compiled_code_is_taken_over_when_it_runs(loops: Loops, monkeypatch: pyt
     a, b, offs = operands()
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, w, ends: torchs(x, w.mT, offs=ends) * 2, backend="aot_eager")
-    with takeover.enable(), torch.no_grad():
+    with takeover.begin(), torch.no_grad():
         assert torch.equal(compiled(a, b.mT.contiguous(), offs), torchs(a, b, offs=offs) * 2)
         assert len(loops.calls) == 2
 

@@ -55,7 +55,7 @@ def test_a_takeover_serves_torchs_operator(loops: Loops, monkeypatch: pytest.Mon
     try:
         monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
         a, b, scale_a, scale_b, offs = operands()
-        with takeover.enable():
+        with takeover.begin():
             run: Callable[..., torch.Tensor] = torch._scaled_grouped_mm
             found = run(a, b, scale_a, scale_b, offs=offs, out_dtype=BF16, use_fast_accum=True)
             assert run(a, b, scale_a, scale_b, offs=offs, out_dtype=BF16).ndim == 0

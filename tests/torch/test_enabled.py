@@ -104,7 +104,7 @@ def test_the_variables_do_the_same(tmp_path: Path, value: str, printed: str) -> 
 
 def test_a_takeover_says_what_it_is() -> None:
     assert BF16
-    block = takeover.enable()
+    block = takeover.begin()
     assert "until tunegemm.disable()" in repr(block)
     takeover.disable()
     assert "ended" in repr(block)

@@ -25,7 +25,7 @@ import torch
 
 from tunegemm.choose.operators import absorbed, least_ratio
 from tunegemm.choose.policies import Mode, Policy, read_compile, read_mode, read_policy, read_summary
-from tunegemm.choose.selection import read_rivals, select
+from tunegemm.choose.selection import read_rivals, recorded, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
@@ -496,8 +496,6 @@ class Planner:
 
     def recorded_groups(self, problem: Problem, index: int) -> Record | None:
         """The record of a grouped product on the device of an index, or None."""
-        from tunegemm.choose.selection import recorded
-
         with self.lock, self._guarded(self.state):
             snapshot = self._records(self.state, "grouped_mm")
             if snapshot.extents(problem):

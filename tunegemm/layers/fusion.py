@@ -19,17 +19,11 @@ from tunegemm.layers.patterns import PATTERNS, Match, Pattern
 Make = Callable[[Match, tuple[Any, ...]], Callable[..., Any] | None]
 
 
-def of_site(match: Match, facts: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function that a graph without a compiler calls."""
-    made: Callable[..., Any] = match.site(*match.words, facts)
-    return made
-
-
-def fuse(graph: Graph, make: Make = of_site, patterns: Sequence[Pattern] | None = None) -> Counter[str]:
+def fuse(graph: Graph, make: Make = Match.made, patterns: Sequence[Pattern] | None = None) -> Counter[str]:
     """Replace the matches in a graph, in place. Returns how often each pattern matched.
 
-    make: makes the function to call with the operands, from a match and facts about its operands. patterns:
-    the patterns to look for, in this order; by default `PATTERNS`.
+    make: makes the function to call with the operands, from a match and facts about its operands; by default
+    its site, for graphs without a compiler. patterns: those to look for, in this order; by default all.
     """
     count: Counter[str] = Counter()
     for pattern in PATTERNS if patterns is None else patterns:

@@ -53,6 +53,10 @@ class Match:
     ends: tuple[Node, ...] = ()
     """The ends of groups of rows: the call's last argument."""
 
+    def made(self, facts: tuple[Any, ...]) -> Any:
+        """The call."""
+        return self.site(*self.words, facts)
+
     @property
     def weights(self) -> tuple[Node, ...]:
         """The operands that are weight matrices."""

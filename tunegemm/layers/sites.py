@@ -120,7 +120,8 @@ class Linear(Site):
                 way = self._by_dispatcher
             else:
                 way = launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
-                if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
+                is_library = plan.record is not None and plan.record.candidate.family == "cublaslt"
+                if self._has_residual and len(rows) <= _LIBRARY_ROWS and is_library:
                     way = partial(_captured, way)
         if recent is not None or way is not None:
             self.keep(x.shape, way)
@@ -177,10 +178,6 @@ def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_r
         return result
 
     return way
-
-
-def _is_library(plan: Plan) -> bool:
-    return plan.record is not None and plan.record.candidate.family == "cublaslt"
 
 
 def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -210,7 +210,7 @@ class _Interception:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.recordings: tuple[Recording, ...] = ()
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._inside = threading.local()
         self._capturing: list[Any] = []
         """CUDA graphs that are being captured, the latest last."""
@@ -235,9 +235,7 @@ class _Interception:
         with self.lock:
             self.recordings = tuple(other for other in self.recordings if other is not recording)
             if not self.recordings:
-                for undo in reversed(self._undo):
-                    undo()
-                self._undo.clear()
+                self._undo.close()
 
     def forget(self) -> None:
         """After a fork: the child captures and times nothing yet, and none of its threads holds the lock."""
@@ -248,16 +246,11 @@ class _Interception:
     def _install(self) -> None:
         layer = Layer((*OPERATORS, *recorded_groups.OPERATORS), ("CPU", "CUDA"), self._wrap)
         replacements.put("recording", layer)
-        self._undo.append(lambda: replacements.remove("recording"))
+        self._undo.callback(replacements.remove, "recording")
         # While recording, torch computes our own products; each is recorded as the call that it replaces.
-        self._undo.append(api.dispatcher.planner.suspend(self._observe, self._observe_groups))
+        self._undo.callback(api.dispatcher.planner.suspend(self._observe, self._observe_groups))
         if torch.backends.cuda.is_built():
             self._watch_graphs()
-
-    def _replace(self, owner: Any, name: str, value: Any) -> None:
-        before = getattr(owner, name)
-        setattr(owner, name, value)
-        self._undo.append(lambda: setattr(owner, name, before))
 
     def _wrap(self, name: str, original: Any) -> Callable[..., Any]:
         def kernel(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -405,7 +398,8 @@ class _Interception:
         for name, value in (
             ("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", counted_replay)
         ):  # fmt: skip
-            self._replace(graph_class, name, value)
+            self._undo.callback(setattr, graph_class, name, getattr(graph_class, name))
+            setattr(graph_class, name, value)
 
     def count_replay(self, graph: Any) -> None:
         content = self._graphs.get(graph)

@@ -1,4 +1,4 @@
-"""`enable`, which serves every product of a program."""
+"""Serves every product of a program, for `enable`."""
 
 from __future__ import annotations
 
@@ -54,24 +54,9 @@ active: list[Takeover] = []
 _lock = threading.RLock()
 
 
-def enable() -> Takeover:
-    """From now on run the tuned kernel for ATen's products of CUDA tensors if one is recorded.
-
-    This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
-    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, and
-    for ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``, whose kernels need no record. It
-    works in eager code, under autograd (all three products) and autocast, in the output of torch.compile, and
-    in CUDA graphs captured meanwhile. A block ``with tunegemm.enable():`` ends by itself; `disable` ends a
-    plain call. Blocks may nest. Meanwhile every product that falls back to torch costs one more look-up.
-    Raises TunegemmError if this torch cannot replace its kernels.
-    """
-    return begin()
-
-
 def begin(counting: Counting | None = None) -> Takeover:
-    """Do the work of `enable`. counting: makes functions that count an operator's calls, if this is the
-    outermost block."""
-
+    """Do the work of `enable`, but for Inductor's pass. counting: makes functions that count an operator's
+    calls, if this is the outermost block."""
     served = _SERVED | extension.operators
 
     def wrap(name: str, kernel: Any) -> Callable[..., Any]:
