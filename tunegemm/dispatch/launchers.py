@@ -145,8 +145,12 @@ def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tenso
         return Refusal("")
     if (a.data_ptr() | b.data_ptr()) % prepared.address_bytes:
         return Refusal("")
-    if reduces(prepared) and not _may_reduce(operands.problem, prepared, a.dtype):
-        return Refusal("")
+    if reduces(prepared):
+        assert prepared.record is not None
+        in_16_bits, splits = reductions_allowed(a.dtype)
+        sums = reduces_in_16_bits(operands.problem, prepared.record.candidate)
+        if not splits or (sums and not in_16_bits):  # the partial results of split k
+            return Refusal("")
     return None
 
 
@@ -154,13 +158,6 @@ def reduces(prepared: Prepared) -> bool:
     """Whether it is a library algorithm that splits k."""
     record = prepared.record
     return record is not None and record.candidate.family == "cublaslt" and splits_k(record.candidate)
-
-
-def _may_reduce(problem: Problem, prepared: Prepared, dtype: torch.dtype) -> bool:
-    """Whether torch's settings allow this algorithm's way of summing the partial results of split k."""
-    in_16_bits, splits = reductions_allowed(dtype)
-    assert prepared.record is not None
-    return splits and (in_16_bits or not reduces_in_16_bits(problem, prepared.record.candidate))
 
 
 def make_plan(prepared: Prepared, asked: Named, call: Call) -> Plan:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tunegemm.choose.operators import OPERATORS, SCALES
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Call, form_of
 from tunegemm.dispatch.fx import num_elements, rank
 
 _OF_ANOTHER_DTYPE = "with an out_dtype, which tunegemm.enable does not serve"
@@ -114,21 +114,9 @@ def _has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bo
     return text == "scale_tensor" or (text == "scale_tensor+bias_n" and out_dtype is not torch.float32)
 
 
-class OperatorCall(NamedTuple):
-    """The form and operands of an operator's call."""
-
-    form: Form
-    a: torch.Tensor
-    b: torch.Tensor
-    tensors: tuple[torch.Tensor, ...]
-    numbers: tuple[float, ...]
-    out: torch.Tensor | None
-    refusal: str
-    """Why torch always computes it; empty if `tunegemm.enable` serves it."""
-
-
-def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> OperatorCall:
-    """Describe a call of an ATen operator with valid arguments."""
+def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Call, str]:
+    """Describe a call of an ATen operator with valid arguments. Also returns why torch always computes it;
+    empty if `tunegemm.enable` serves it."""
     operator = OPERATORS[name]
     a, b, *more = arguments[operator.first :]
     out, refusal = keywords.get("out"), operator.refusal
@@ -141,9 +129,9 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Op
             refusal = _OTHER_SCALES
         elif not (takes_fp8(a, b) and _has_scales(text, a, out_dtype)):
             refusal = "torch does not support this product of fp8 operands on a GPU"
-        return OperatorCall(form, a, b, tensors, (), out, refusal)
+        return Call(form, a, b, tensors, (), out), refusal
     if name == "_int_mm":
-        return OperatorCall(form_of(BELOW_AUTOGRAD, "", torch.int32), a, b, (), (), out, refusal)
+        return Call(form_of(BELOW_AUTOGRAD, "", torch.int32), a, b, (), (), out), refusal
     text = ""
     if operator.absorbs:
         beta, alpha = keywords.get("beta", 1), keywords.get("alpha", 1)
@@ -153,7 +141,7 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> Op
             refusal = refusal or str(error)
     if more:
         refusal = refusal or _OF_ANOTHER_DTYPE
-    return OperatorCall(form_of(BELOW_AUTOGRAD, text), a, b, tensors, numbers, out, refusal)
+    return Call(form_of(BELOW_AUTOGRAD, text), a, b, tensors, numbers, out), refusal
 
 
 @cache

@@ -259,9 +259,9 @@ class _Interception:
                 return compute()
             if name in recorded_groups.OPERATORS:
                 return self._observe_groups(GroupedCall.of(name, arguments, keywords), compute)
-            call = call_of(name, arguments, keywords)
+            call, refusal = call_of(name, arguments, keywords)
             kind = _Asked(
-                name.strip("_").removesuffix("_v2"), call.form, call.refusal, _activation(name, keywords)
+                name.strip("_").removesuffix("_v2"), call.form, refusal, _activation(name, keywords)
             )
             return self._count_named(kind, call.a, call.b, call.tensors, call.out, compute)
 

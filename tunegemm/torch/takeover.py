@@ -131,9 +131,9 @@ def _scaling(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
     """For ``_scaled_mm``, and ``_scaled_mm_v2``, which torch.nn.functional.scaled_mm calls; with ``out``."""
 
     def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        call = call_of(name, arguments, keywords)
-        if not call.refusal:
-            result = api.dispatcher.fused(call.form, call.a, call.b, call.tensors, call.numbers, call.out)
+        call, refusal = call_of(name, arguments, keywords)
+        if not refusal:
+            result = api.dispatcher.fused(*call)
         else:
             result = blocks.below_autograd(name, arguments, keywords)
         return kernel(keyset, *arguments, **keywords) if result is None else result
