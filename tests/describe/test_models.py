@@ -435,6 +435,21 @@ def test_modules_that_are_not_quantised(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("end", ["{}.gate_proj|{}.up_proj", "{}*", "re:{}"])
+@pytest.mark.parametrize(
+    "mlp",
+    [
+        "model.layers.3.mlp", "model.language_model.layers.3.mlp", "language_model.model.layers.3.mlp",
+        "language_model.model.layers.3.feed_forward", "backbone.layers.3.mixer",
+    ],
+)  # fmt: skip
+def test_checkpoints_name_modules_that_are_not_quantised(tmp_path: Path, mlp: str, end: str) -> None:
+    """By whole names, patterns and regexes, as multimodal models, Llama 4 and Nemotron-H have them."""
+    names = end.format(*[mlp] * end.count("{")).split("|")
+    found = shapes_of(tmp_path, quantization_config={"quant_method": "fp8", "ignored_layers": names})
+    assert {"gate_up 28672x4096 bf16", "gate_up 28672x4096 fp8_e4m3 scale_rowwise"} <= {*found}
+
+
 def test_tune_reads_the_problems(tmp_path: Path) -> None:
     shapes_of(tmp_path, attention_bias=True, quantization_config={"quant_method": "fbgemm_fp8"})
     shapes(read_model(str(tmp_path)), "vllm", rows=[64]).workload.write(tmp_path / "shapes.json")

@@ -215,19 +215,31 @@ def _arithmetic(model: Model, plain: str) -> Callable[[Linear], Arithmetic | str
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern names a module or its parent; ``Linear`` is all, ``re:`` begins a regex."""
+    names = _in_checkpoints(path)
     for pattern in patterns:
         if pattern == "Linear":
             return True
         if pattern.startswith("re:"):
             with suppress(re.error):
-                if re.match(pattern[3:], path):
+                if any(re.match(pattern[3:], name) for name in names):
                     return True
         elif "*" in pattern:
-            if any(fnmatchcase(path, end) for end in (pattern, f"{pattern}.*")):
+            if any(fnmatchcase(name, end) for name in names for end in (pattern, f"{pattern}.*")):
                 return True
-        elif f".{pattern.replace('language_model.', '')}." in f".{path}.":
+        elif any(f".{pattern}." in f".{name}." for name in names):
             return True
     return False
+
+
+def _in_checkpoints(path: str) -> list[str]:
+    """A module's path as checkpoints may have it: in a text model, a multimodal one, Llama 4, Nemotron-H."""
+    inner = path.removeprefix("model.")
+    llama4 = path.replace(".mlp.", ".feed_forward.")
+    mixer = re.sub(r"\.(self_attn|mlp)(?=\.)", ".mixer", inner)
+    return [
+        path, f"model.language_model.{inner}", f"language_model.{path}", f"language_model.{llama4}",
+        f"backbone.{mixer}",
+    ]  # fmt: skip
 
 
 def _method(config: Mapping[str, Any]) -> Any:
