@@ -519,3 +519,12 @@ def test_files_that_are_no_config(tmp_path: Path, text: str) -> None:
         read_model(str(path))
     with pytest.raises(WorkloadError, match=r"none\.json"):
         read_model(str(tmp_path / "none.json"))
+    assert text or "(the file is empty)" in str(pytest.raises(WorkloadError, read_model, str(path)).value)
+
+
+def test_a_list_of_shapes_is_sent_to_the_command_that_reads_it(tmp_path: Path) -> None:
+    shapes_of(tmp_path)
+    path = tmp_path / "my shapes.json"
+    shapes(read_model(str(tmp_path)), "vllm", rows=[64]).workload.write(path)
+    with pytest.raises(WorkloadError, match=re.escape(f"tune it with: tunegemm tune --from '{path}'")):
+        read_model(str(path))

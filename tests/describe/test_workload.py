@@ -408,9 +408,8 @@ class TestSeveralFiles:
             "not a list of shapes: it begins with '\\[2026",
         ),
         ("{gemm} 3\n", "not a list of shapes: it begins with '{gemm} 3'"),
-        (" \n", "the file is empty; record again"),
-        ("[]", "no product in it can be tuned"),
-        (" \n", "the file is empty; record again"),
+        (" \n", "the file is empty; record again with `tunegemm record`"),
+        ("[]", r"no product in it can be tuned \(it lists none\)"),
         (
             '{"model_type": "llama", "hidden_size": 4096}',
             "a model's config.* make the list with: tunegemm shapes /",

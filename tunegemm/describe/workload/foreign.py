@@ -43,9 +43,12 @@ def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
         result += of_file
         refused += [f"{path}: {reason}" for reason in lines] if len(paths) > 1 else lines
     if not result:
-        first = f", the first because: {refused[0]}" if refused else ""
-        where = ", ".join(map(str, paths))
-        raise WorkloadError(f"{where}: no product in it can be tuned ({len(refused)} were left out{first})")
+        why = (
+            f"({len(refused)} were left out, the first because: {refused[0]})"
+            if refused
+            else "(it lists none)"
+        )
+        raise WorkloadError(f"{', '.join(map(str, paths))}: no product in it can be tuned {why}")
     return total(result), refused
 
 
@@ -54,7 +57,7 @@ def _read(path: Path) -> tuple[list[Demand], list[str]]:
         raise WorkloadError(_is_config(path))
     text = read_text(path, WorkloadError)
     if not text.strip():
-        raise WorkloadError(f"{path}: the file is empty; record again")
+        raise WorkloadError(f"{path}: the file is empty; record again with `tunegemm record`")
     try:
         for format in FORMATS:
             if (entries := format.entries(text)) is not None:

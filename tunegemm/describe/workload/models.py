@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.describe.workload.blocks import completed, is_read, layers_of
 from tunegemm.describe.workload.matrices import Config, Layer, Linear
+from tunegemm.describe.workload.products import FORMAT
 from tunegemm.errors import BadValueError, ProblemError, WorkloadError
 from tunegemm.files import read_text
 from tunegemm.untrusted import decoded, line, shown
@@ -36,12 +38,18 @@ def read_model(name: str) -> Model:
     Raises WorkloadError if there is none, or if its family is unknown.
     """
     path = _find(name)
+    text = read_text(path, WorkloadError)
     try:
-        document = decoded(read_text(path, WorkloadError))
+        if not text.strip():
+            raise BadValueError("the file is empty")
+        document = decoded(text)
         if not isinstance(document, dict):
             raise BadValueError("it is not an object")
     except BadValueError as error:
         raise WorkloadError(f"{path}: not a model's config.json ({error})") from None
+    if document.get("format") == FORMAT:
+        command = f"tunegemm tune --from {shlex.quote(str(path))}"
+        raise WorkloadError(f"{path}: a list of shapes, not a model's config; tune it with: {command}")
     config = _text_model(Config(document, str(path)))
     if not is_read(config):
         arguments = document.get("architectures") or document.get("model_type")
