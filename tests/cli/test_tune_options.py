@@ -191,6 +191,16 @@ def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path)
     assert "512x6144x4096 bf16 tn x 1: 1.0" in done.stdout and done.stderr == ""
     shown = json.loads(here("tune", "--from", "one.csv", "--json", cwd=place).stdout)
     assert shown["source"] == "shipped" and shown["best"]["ratio"] > 1 and shown["shape"] == "512x6144x4096"
+    (place / "mixed.csv").write_text(
+        "GemmTunableOp_BFloat16_TN,tn_4096_1024_14336\nGemmTunableOp_Half_TN,odd\n"
+    )
+    done = here("tune", "--from", "one.csv", "--from", "mixed.csv", cwd=place)
+    head, first, torchs, left, *_ = done.stdout.splitlines()
+    assert head.endswith("2 of 2 products ship with records for NVIDIA H200, 1.00 to 1.02 x torch.mm:")
+    assert torchs == "  1024x4096x14336 bf16 tn x 1: torch.mm is the fastest"
+    assert left.startswith("Left out: mixed.csv: line 2: extents 'odd' are not like")
+    quiet = here("tune", "--from", "one.csv", "--from", "mixed.csv", "-q", cwd=place)
+    assert quiet.stdout.splitlines() == [first, torchs] and quiet.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -235,6 +245,20 @@ def test_a_shape_has_one_figure(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "runs at 1.194 \u00d7 the speed of torch.mm on NVIDIA H200 in steady state</h1>" in page
     assert "In this recording the geometric mean is 1.45" in page
     assert re.search(r"^\| 8448x9216x256 \|.*\| 1\.19 \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+def test_torch_is_1000_where_it_is_the_record(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raced against itself it was 0.990, which is noise."""
+    for name in ("TUNEGEMM_DB", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(place) if name == "XDG_DATA_HOME" else "")
+    said = {
+        command: here(command, "--shape", "1024x4096x14336", cwd=place).stdout
+        for command in ("explain", "leaderboard", "history")
+    }
+    assert "0.990" not in "".join(said.values()), said
+    assert "1.000" in said["leaderboard"] and "1.000 of torch.mm" in said["history"]
+    assert re.search(r"dispatch +torch.mm: [\d.]+ us, the fastest, [\d.]+ % of the roofline", said["explain"])
+    assert re.search(r"evidence +[\d.]+ us, as the baseline [\d.]+ us, noise", said["explain"])
 
 
 def test_an_open_database_without_a_location_has_what_ships(

@@ -515,11 +515,11 @@ def test_a_name_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_files_that_are_no_config(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
-    with pytest.raises(WorkloadError, match=re.escape(f"{path}: not a model's config.json")):
+    why = "" if text else " (the file is empty)"
+    with pytest.raises(WorkloadError, match=re.escape(f"{path}: not a model's config.json{why}")):
         read_model(str(path))
     with pytest.raises(WorkloadError, match=r"none\.json"):
         read_model(str(tmp_path / "none.json"))
-    assert text or "(the file is empty)" in str(pytest.raises(WorkloadError, read_model, str(path)).value)
 
 
 def test_a_list_of_shapes_is_sent_to_the_command_that_reads_it(tmp_path: Path) -> None:

@@ -67,10 +67,11 @@ def history(
     for problem, each in groupby(rows, key=lambda row: row[0].problem):
         printing.say(problem)
         for record, change in each:
+            ratio = 1.0 if record.is_torch else record.ratio
             compared = "  shipped" if record.layer == "system" else f"  {change}" if change else ""
             printing.say(
                 f"  {record.chosen_at:%Y-%m-%d %H:%M}  {record.median_us:9.2f} us"
-                f"  {record.ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
+                f"  {ratio:6.3f} of torch.mm  {'final race' if record.confirmed else 'search':10}"
                 f"  {record.label}"
                 f"  [{record.fingerprint.device_name}, {record.fingerprint.digest}]{compared}"
             )

@@ -278,10 +278,13 @@ def closing_lines(demands: Sequence[TunedDemand], refused: Sequence[str]) -> lis
         )
     if any(s.after_us is None and s.demand.call_us is None for s in demands):
         lines.append("~ estimated from the roofline: no GPU timed it.")
-    lines += [f"Left out: {reason}" for reason in refused[:_NAMED]]
-    if len(refused) > _NAMED:
-        lines.append(f"Left out: {len(refused) - _NAMED} more.")
-    return lines
+    return lines + left_out(refused)
+
+
+def left_out(reasons: Sequence[str]) -> list[str]:
+    """A line for each of the first entries of a file that cannot be tuned, and one for the others."""
+    lines = [f"Left out: {reason}" for reason in reasons[:_NAMED]]
+    return lines + [f"Left out: {len(reasons) - _NAMED} more."] * (len(reasons) > _NAMED)
 
 
 def seconds(value: float) -> str:

@@ -210,13 +210,14 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
 
     refused: reasons why some of its products are skipped.
     """
-    from tunegemm.cli.results import closing_lines, savings_table
+    from tunegemm.cli.results import closing_lines, left_out, savings_table
     from tunegemm.tuning.program import by_headroom
 
     device, output = session.tuning.device, session.output
     if not (session.is_real or session.is_named):  # compiling kernels would show no times
-        show_shipped(demands, device, output.as_json)
-        if not output.as_json:
+        show_shipped(demands, device, output)
+        if not output.is_bare:
+            printing.say(*left_out(refused))
             say_gpu_command(session.context, [])
         return DONE
     lacking = {demand.problem: device.lacks_memory(demand.problem) for demand in demands}
@@ -236,13 +237,13 @@ def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[
     return DONE
 
 
-def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> None:
+def show_shipped(demands: Sequence[Demand], device: Device, output: Output) -> None:
     """Prints which of a program's products have a record on a device, and how much faster each is."""
     from tunegemm.choose.snapshot import read_snapshot
 
     snapshot = read_snapshot()
     result = {demand: snapshot.find(demand.problem, device.fingerprint) for demand in demands}
-    if as_json:
+    if output.as_json:
         names = ("label", "median_us", "ratio", "confirmed")
         for demand, record in result.items():
             best = {name: getattr(record, name) for name in names} if record is not None else None
@@ -255,12 +256,19 @@ def show_shipped(demands: Sequence[Demand], device: Device, as_json: bool) -> No
             facts |= {"calls": demand.calls, "device_name": device.name, "best": best}
             typer.echo(to_json(facts, indent=None))
         return
-    ratios = [record.ratio for record in result.values() if record is not None]
-    line = f"No CUDA GPU here. {len(ratios)} of {len(result)} products ship with records for {device.name}"
-    printing.say(f"{line}, {min(ratios):.2f} to {max(ratios):.2f} x torch.mm:" if ratios else f"{line}.")
-    for demand, record in result.items():
-        known = f"{record.ratio:.3f} x torch.mm, {record.label}" if record is not None else "no record"
-        printing.say(f"  {demand.problem} x {demand.calls}: {known}")
+    known = {demand: record for demand, record in result.items() if record is not None}
+    ratios = sorted({f"{1 if record.is_torch else record.ratio:.2f}" for record in known.values()}, key=float)
+    span = f", {' to '.join(dict.fromkeys((ratios[0], ratios[-1])))} x torch.mm:" if ratios else "."
+    if not output.quiet:
+        ship = f"{len(known)} of {len(result):,} products ship with records for {device.name}"
+        printing.say(f"No CUDA GPU here. {ship}{span}")
+    for demand in demands:
+        figure = "no record"
+        if (found := known.get(demand)) is not None:
+            torchs = demand.problem.torch_call
+            faster = f"{found.ratio:.3f} x {torchs}, {found.label}"
+            figure = f"{torchs} is the fastest" if found.is_torch else faster
+        printing.say(f"  {demand.problem} x {demand.calls}: {figure}")
 
 
 def spend_budget(session: Session, plan: Sequence[TunedDemand]) -> tuple[list[TunedDemand], bool]:

@@ -225,9 +225,10 @@ class Explanation:
             elif record is not None:
                 torchs = self.problem.torch_call
                 label = torchs if self.problem.groups and is_torch(record.candidate) else record.label
+                beside = "the fastest" if record.is_torch else f"{record.ratio:.3f} x {torchs}"
                 yield (
                     "dispatch",
-                    f"{label}: {record.median_us:.1f} us, {record.ratio:.3f} x {torchs}, "
+                    f"{label}: {record.median_us:.1f} us, {beside}, "
                     f"{self.percent_of_roofline:.1f} % of the roofline, {self.percent_of_peak:.1f} % of peak",
                 )
             if self.why_not:
@@ -530,8 +531,9 @@ def _evidence(record: StoredRecord) -> str:
             proof += " in steady state"
         elif record.layer in ("system", "pack") and not is_memory_bound(record.problem):  # files lack it
             proof += ", in steady state if at the power cap"
+    beside = "as the baseline" if record.is_torch else record.problem.torch_call
     return (
-        f"{record.median_us:.1f} us, {record.problem.torch_call} {record.baseline_median_us:.1f} us, "
+        f"{record.median_us:.1f} us, {beside} {record.baseline_median_us:.1f} us, "
         f"noise {record.noise:.1%}, {proof}, {record.measured_at:%Y-%m-%d}"
         + (f"  [{record.layer} layer]" if record.layer else "")
     )
