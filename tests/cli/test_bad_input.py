@@ -10,11 +10,11 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess, run
+from subprocess import PIPE, CompletedProcess, run
 
 import pytest
 
-from tests.support.commands import here, process
+from tests.support.commands import TUNEGEMM, here, process
 from tests.support.processes import environment
 from tunegemm.describe.device import cuda_device_count
 from tunegemm.store import Database
@@ -135,6 +135,19 @@ def test_usage_errors_name_the_value_and_the_commands_own_help(arguments: tuple[
     command = " ".join(word for word in arguments[:2] if word[0] != "-")
     assert said in line and line.endswith(f". See `tunegemm {command} --help`.")
     assert "Value error" not in line and ".." not in line
+
+
+def test_a_shape_without_its_option() -> None:
+    line = refused("tune", "512x6144x4096")
+    assert "give the shape as --shape 512x6144x4096. See" in line
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_output_that_is_full_is_named() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [*TUNEGEMM, "shapes", "--help"]
+        done = run(command, env=environment(), stdout=full, stderr=PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "tunegemm: the output: No space left on device\n")
 
 
 def test_a_time_is_told_by_its_own_option() -> None:

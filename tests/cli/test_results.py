@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tunegemm.describe.workload import Demand
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.tuning.program import TunedDemand
+from tunegemm.tuning.tuner import open_device
 
 PROBLEM = Problem.parse("512x6144x4096")
 LOST = Measurement(TORCH_MM, (10.0,) * 8, (10.0,) * 8, 0.0, 0.0)
@@ -38,6 +40,24 @@ def test_failures_are_counted_by_stage_with_the_first_reason() -> None:
     assert results.failure_line(found) == "Failed: launch 2 (a); compile 1 (b)"
     assert len(results.each_failure(found)) == 3 and results.each_failure(found)[1].endswith(": compile: b")
     assert results.failure_line(result(outcomes=(LOST,))) == ""
+
+
+def test_what_a_model_ranks_has_the_figure_of_its_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("TUNEGEMM_DB", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, str(tmp_path) if name == "XDG_DATA_HOME" else "")
+    ranked = SimpleNamespace(candidate=OURS, total_us=9.0)
+
+    def said(shape: str) -> str:
+        changes: dict[str, Any] = {"problem": Problem.parse(shape), "best": None, "predictions": (ranked,)}
+        changes["device"] = open_device("replay:h200")
+        return results.verdict_line(result(**changes), "").partition("compiled.")[2]
+
+    faster = " Its record on NVIDIA H200: 1.101 x torch.mm by co256x192x64 s3 c1x2 e64 rm w8 gpc all."
+    assert said("1024x6144x4096") == faster
+    assert said("1024x4096x14336") == " Its record on NVIDIA H200: torch.mm."
+    assert said("1000x1000x1000") == ""
 
 
 def test_verdicts_of_what_was_not_measured() -> None:

@@ -60,6 +60,14 @@ class TestParse:
         with pytest.raises(ProblemError, match=f"{named} in .*every extent must be from 1 to 2147483647"):
             Problem.parse(shape)
 
+    def test_extents_that_are_no_numbers(self) -> None:
+        with pytest.raises(
+            ProblemError, match=r"m=512\.0 in .*every extent must be from 1 .*, a whole number"
+        ):
+            Problem(512.0, 4, 4)  # type: ignore[arg-type]
+        with pytest.raises(ProblemError, match=r"Problem\.parse\('4x4x4'\) reads text"):
+            Problem("4x4x4")  # type: ignore[call-arg, arg-type]
+
     def test_largest_extent(self) -> None:
         assert Problem.parse("2147483647x1x1").m == 2**31 - 1
 

@@ -183,6 +183,11 @@ def test_values_of_public_classes():
         (lambda: tunegemm.record("a\0b"), "is not a file name"),
         (lambda: tunegemm.policy([]), r"policy \[\] is not known"),
         (lambda: tunegemm.policy(max_sms=float("nan")), "max_sms nan"),
+        (
+            lambda: tunegemm.explain(torch.ones(2, 2)),
+            r"has one operand of the product; give both, explain\(a, b\)",
+        ),
+        (lambda: tunegemm.explain(None), "problem None: give a Problem"),
         (lambda: tunegemm.explain(1, 2), "takes two tensors, or a Problem or extents"),
         (lambda: tunegemm.Problem(8, 8, 8, np.float32(1.5)), "batch="),
         (lambda: tunegemm.Problem.parse("8x8x8", out_dtype=np.ones(2)), "is not known; use one of"),

@@ -34,7 +34,7 @@ def test_a_result_prints_as_a_short_table_and_its_winner_can_be_pasted() -> None
     assert title == "512x6144x4096 bf16 tn on NVIDIA H200, measured, 1.5 s"
     assert head.split() == ["x", "torch.mm", "us", "torch.mm", "us", "kernel"]
     assert first.split() == ["1.200", "10.00", "12.00", "pp64", "<w4>"]
-    assert second.split() == ["1.000", "12.10", "12.00", "torch.mm"]
+    assert second.split() == ["1.000", "12.00", "12.00", "torch.mm"]
     assert eval(winner, {"Candidate": Candidate}) == OURS
     assert repr(result()).count("\n") == 0 and "1.200 x torch.mm by pp64 <w4>" in repr(result())
     assert "no result" in repr(result(best=None, outcomes=()))
@@ -46,6 +46,14 @@ def test_the_winner_has_the_figures_that_it_is_reported_with() -> None:
     (label, first), *_ = result(outcomes=(chosen,)).rows()
     assert label == "pp64 <w4>" and first.ratio == pytest.approx(1.2)
     assert "1.200" in str(result(outcomes=(chosen,))) and "1.300" not in str(result(outcomes=(chosen,)))
+
+
+def test_times_are_at_the_clock_of_the_winners_race() -> None:
+    """Another race ran at a higher clock, where the slower kernel took less time than the winner."""
+    slower = Measurement(OURS.with_launch(swizzle_size=1), (9.0,) * 8, (9.9,) * 8, 0.0, 0.002)
+    lines = str(result(outcomes=(*result().outcomes, slower))).splitlines()
+    rows = [line.split()[:3] for line in lines[2:5]]
+    assert rows == [["1.200", "10.00", "12.00"], ["1.100", "10.91", "12.00"], ["1.000", "12.00", "12.00"]]
 
 
 def test_in_a_notebook_it_is_a_table_in_which_nothing_is_markup() -> None:

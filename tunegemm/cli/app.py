@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
+import re
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -62,8 +64,9 @@ class OneLineErrors(Group):
             # Suppress the flush at exit, which would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(PIPE_CLOSED)
-        except OSError as error:  # the working directory was deleted, a disk does not answer
-            _fail(f"{error.filename or 'the working directory'}: {error.strerror or error}")
+        except OSError as error:  # the working directory was deleted, a disk is full or does not answer
+            where = "the output" if error.errno == errno.ENOSPC else "the working directory"
+            _fail(f"{error.filename or where}: {error.strerror or error}")
         except _UsageProblem as error:
             _fail(_usage(error))
         except (KeyboardInterrupt, typer.Abort):
@@ -80,6 +83,8 @@ def _usage(error: Any) -> str:
         value = details()[0]["input"]
         if repr(value) not in message:
             message = message.replace(": ", f": {shown(value)}: ", 1)
+    if extents := re.fullmatch(r"Got unexpected extra argument(?:\(s\))? \((\d+x\d+x\d+\S*)\)", message):
+        message = f"Got unexpected extra argument; give the shape as --shape {extents[1]}"
     if message.startswith(("No such option: --m ", "No such option: --n ", "No such option: --k ")):
         message = f"{message.partition(' (')[0]}; give the extents as --shape 512:4096:512x6144x4096"
     if not message.endswith((".", "?")):

@@ -97,7 +97,7 @@ def verdict_line(result: TuneResult, where: str) -> str:
         first = result.predictions[0].candidate
         return (
             f"{problem}: {result.label(first)} is first (a model's ranking, no measurement; nothing stored). "
-            f"{seconds}, {counted(result.compiled, 'kernel')} compiled."
+            f"{seconds}, {counted(result.compiled, 'kernel')} compiled.{record_line(result)}"
         )
     if problem.groups and not measured_kernels(result.outcomes):
         return f"{problem}: no kernel was measured, so nothing changes; give a larger --budget. {seconds}."
@@ -139,6 +139,16 @@ def steady_line(result: TuneResult) -> str:
         f"{record.ratio:.3f} x {result.problem.torch_call} in steady state, each kernel at its own clocks "
         f"(final race of {record.measured_at:%Y-%m-%d}: {record.label}, {significant(record.median_us)} us). "
     )
+
+
+def record_line(result: TuneResult) -> str:
+    """The stored record of a product that a model ranks; empty if there is none."""
+    from tunegemm.choose.snapshot import read_snapshot
+
+    if (record := read_snapshot().find(result.problem, result.device.fingerprint)) is None:
+        return ""
+    faster = f"{record.ratio:.3f} x {result.problem.torch_call} by {record.label}"
+    return f" Its record on {result.device.name}: {record.label if record.is_torch else faster}."
 
 
 def winners_table(results: Sequence[TuneResult]) -> Table:

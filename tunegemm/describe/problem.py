@@ -164,8 +164,10 @@ class Problem:
     if not TYPE_CHECKING:
 
         def __new__(cls, *values: object, **keywords: object) -> Problem:
-            """Raises ArgumentError for a keyword that is no field, such as ``dtype``; it names the
-            nearest."""
+            """Raises ArgumentError for a keyword that is no field, such as ``dtype``, with the nearest one,
+            and ProblemError for text."""
+            if values and isinstance(values[0], str):
+                raise ProblemError(f"Problem takes numbers: Problem.parse({shown(values[0])}) reads text")
             for name in keywords:
                 if name not in cls.__dataclass_fields__:
                     raise unknown_argument(cls.__name__, name, list(cls.__dataclass_fields__))
@@ -185,7 +187,8 @@ class Problem:
                 is_batched = type(self.batch) is not int or self.batch != 1
                 extents = (self.m, self.n, self.k, *(self.batch,) * is_batched)
                 where = "x".join(shown(extent) for extent in extents)
-                raise ProblemError(f"{value} in {where}: every extent must be from 1 to {_MAX_EXTENT}")
+                kind = "" if isinstance(number, int) else ", a whole number"
+                raise ProblemError(f"{value} in {where}: every extent must be from 1 to {_MAX_EXTENT}{kind}")
             object.__setattr__(self, name, whole)  # a NumPy integer becomes Python's
         if isinstance(self.epilogue, Epilogue):
             object.__setattr__(self, "epilogue", str(self.epilogue))

@@ -266,13 +266,17 @@ def steady_record(snapshot: Snapshot, problem: Problem, device: Device) -> Recor
 
 def named_device(text: str, names: Sequence[str]) -> str:
     """The device whose name is `text` or contains it. Raises TunegemmError unless there is exactly one."""
+    if not names:
+        raise TunegemmError(
+            f"device {text!r} was never measured here, nor was any other; run `tunegemm tune` on a GPU"
+        )
     if not text:
-        raise TunegemmError(f"device '' is not a name; use one of {', '.join(names) or 'none'}")
+        raise TunegemmError(f"device '' is not a name; use one of {', '.join(names)}")
     exact = [name for name in names if name.lower() == text.lower()]
     matches = exact or [name for name in names if text.lower() in name.lower()]
     if len(matches) != 1:
         problem = "names several" if matches else "was never measured here"
-        raise TunegemmError(f"device {text!r} {problem}; use one of {', '.join(matches or names) or 'none'}")
+        raise TunegemmError(f"device {text!r} {problem}; use one of {', '.join(matches or names)}")
     return matches[0]
 
 

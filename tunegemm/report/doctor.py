@@ -165,7 +165,12 @@ def _shipped() -> list[Check]:
         elif usable:
             detail += "; their compiled kernels are missing, so each compiles at first use"
             checks.append(
-                Check("shipped records", "note", detail, "install the wheel, or run `make kernels`")
+                Check(
+                    "shipped records",
+                    "note",
+                    detail,
+                    "install a wheel that `make wheel` built, or run `make kernels`",
+                )
             )
         else:
             remedy = "`tunegemm tune` finds kernels for it"
@@ -315,7 +320,7 @@ def _environment() -> Check:
             )
             warnings.append(f"{name} is not known; {hint}")
     if warnings:
-        return Check("dispatch", "note", "; ".join(warnings), "they have no effect: correct or unset them")
+        return Check("dispatch", "note", "; ".join(warnings), "correct or unset what it names")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")
 
 

@@ -284,6 +284,8 @@ def explain(
     from tunegemm.dispatch.forms import Refusal, describe
     from tunegemm.tuning.tuner import as_problem, open_device
 
+    if b is None and isinstance(a, torch.Tensor):
+        raise ProblemError("explain(a) has one operand of the product; give both, explain(a, b)")
     if b is None:
         how = {"epilogue": str(epilogue), "accumulation": accumulation}
         arguments = how | ({"out_dtype": str(out_dtype)} if out_dtype is not None else {})

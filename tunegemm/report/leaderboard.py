@@ -485,7 +485,7 @@ def _mean_note(table: pandas.DataFrame) -> str:
     if table.empty:
         return _NOTHING
     mean = geometric_mean(table["ratio_to_torch_mm"])
-    note = f"Geometric mean over {len(table)} rows, to torch.mm: {mean:.3f}."
+    note = f"Geometric mean over {len(table):,} rows, to torch.mm: {mean:.3f}."
     vendors = table["best_vendor_ratio"].dropna()
     if vendors.empty:
         return f"{note} The vendor's other algorithms were not measured."

@@ -55,7 +55,7 @@ def absent() -> list[str]:
     """A line for each missing file that ``TUNEGEMM_PACK`` or ``TUNEGEMM_DB`` names."""
     remedies = {
         "TUNEGEMM_PACK": "correct or unset it",
-        "TUNEGEMM_DB": "correct it; `tunegemm tune` creates it",
+        "TUNEGEMM_DB": "correct it, or let `tunegemm tune` create it",
     }
     return [
         f"{name}={place}: no such file; {remedy}"

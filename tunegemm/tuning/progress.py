@@ -197,14 +197,13 @@ class TuneResult:
                 for prediction in self.predictions[:_SHOWN]
             ]
             return [("model us", "kernel"), *ranked]
+        shown = self.rows()[:_SHOWN]
+        ratios = [1.0 if is_torch(item.candidate) else item.ratio for _, item in shown]
+        # Races run at other clocks: as on a leaderboard, times are at the clock of the first row's race.
+        torch_us = shown[0][1].baseline_median_us if shown else 0.0
         rows = [
-            (
-                f"{1.0 if is_torch(measurement.candidate) else measurement.ratio:.3f}",
-                f"{measurement.median_us:.2f}",
-                f"{measurement.baseline_median_us:.2f}",
-                label,
-            )
-            for label, measurement in self.rows()[:_SHOWN]
+            (f"{ratio:.3f}", f"{torch_us / ratio if place else item.median_us:.2f}", f"{torch_us:.2f}", label)
+            for place, (ratio, (label, item)) in enumerate(zip(ratios, shown, strict=True))
         ]
         torchs = self.problem.torch_call
         return [(f"x {torchs}", "us", f"{torchs} us", "kernel"), *rows]

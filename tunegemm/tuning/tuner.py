@@ -437,9 +437,8 @@ def as_problem(problem: Problem | str | Sequence[int], **how: Any) -> Problem:
     if isinstance(problem, tuple | list) and all(type(extent) is int for extent in problem):
         problem = "x".join(map(str, problem))
     if not isinstance(problem, str):
-        raise ProblemError(
-            f"problem {shown(problem)}: give a Problem, (m, n, k) or text such as 4096x4096x4096"
-        )
+        value = "None" if problem is None else shown(problem)
+        raise ProblemError(f"problem {value}: give a Problem, (m, n, k) or text such as 4096x4096x4096")
     return Problem.parse(problem, **how)
 
 
