@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tunegemm
-from tests.support.commands import TUNEGEMM, process
+from tests.support.commands import TUNEGEMM, here, process
 from tests.support.processes import environment
 from tunegemm.cli import app
 from tunegemm.errors import TunegemmError
@@ -80,6 +80,16 @@ def test_a_narrow_terminal_cuts_no_path(tmp_path: Path) -> None:
         and f"{'long' * 20}/t.sqlite" in text
         and "\N{HORIZONTAL ELLIPSIS}" not in text
     )
+
+
+@pytest.mark.parametrize("name", ["TUNEGEMM_PACK", "TUNEGEMM_DB", "TUNEGEMM_MODE", "TUNEGEMM_POLICY"])
+def test_explain_says_what_has_no_effect(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is neither a pack nor a database, and values of no mode or policy."""
+    (tmp_path / "notes.txt").write_text("no database and no pack, but long enough to be read as either\n" * 9)
+    monkeypatch.setenv(name, str(tmp_path / "notes.txt"))
+    shown = here("explain", "--shape", "8448x9216x256", "--device", "replay:h200").stdout
+    (line,) = (line for line in shown.splitlines() if line.startswith("  ignored "))
+    assert "notes.txt" in line
 
 
 def test_a_family_is_a_name_or_several_and_a_policy_shows_itself() -> None:

@@ -123,6 +123,8 @@ class Explanation:
     """
     change: str
     """Actions that would change the outcome."""
+    ignored: tuple[str, ...] = ()
+    """Settings and files that have no effect, and why."""
 
     @property
     def percent_of_roofline(self) -> float | None:
@@ -144,7 +146,7 @@ class Explanation:
         facts: dict[str, Any] = {"problem": document_of(self.problem), "device": self.device.spec}
         words = ("outcome", "why", "why_not", "change")
         facts |= {name: getattr(self, name) for name in (*names, "roofline_tflops", *words)}
-        facts |= {"tile": None, "record": None}
+        facts |= {"ignored": list(self.ignored), "tile": None, "record": None}
         if self.tile is not None:
             facts["tile"] = asdict(self.tile) | {"candidate": dict(self.tile.candidate.params)}
         if self.record is not None:
@@ -251,6 +253,7 @@ class Explanation:
                 f"{second.label}: {second.median_us:.1f} us, {second.ratio:.3f} x {self.problem.torch_call} "
                 f"in {_proof(second)}",
             )
+        yield from (("ignored", line) for line in self.ignored)
         command, _, purpose = self.change.rpartition(": ")
         if command.startswith("tunegemm "):  # to be copied: alone on its line
             yield "change", f"{purpose}:"
@@ -329,7 +332,7 @@ def explain_problem(
         raise DeviceError(
             f"{device.name}: its peak and bandwidth are not known to tunegemm; use --device model:h200"
         )
-    ignored: list[str] = []  # the environment's mistakes, which dispatch warns of
+    ignored: list[str] = []  # mistakes in the environment, which dispatch warns of
     policy = policy or read_policy(ignored.append)
     mode = read_mode(ignored.append)
     records, entries, warnings = _read(problem, database)
@@ -380,6 +383,7 @@ def explain_problem(
         why=selection.why if by_table or not (chosen is None or near or predicted) else "",
         why_not=why_not,
         change=_change(problem, selection, record, why_not),
+        ignored=(*ignored, *(line for line in warnings if line not in why_not)),
     )
 
 
