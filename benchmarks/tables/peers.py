@@ -57,11 +57,11 @@ def summary(data: Data) -> list[str]:
     losses = ", ".join(f"{shape} {ratio:.3f}" for ratio, shape in slower) or "none"
     meta = data.get("meta", {})
     return [
-        f"{meta.get('gpu', '')}, {meta.get('date', '')[:10]}, bf16, all tuned before: speed relative to "
-        "`torch.mm` in one race per product, in steady state at the power cap. Brackets: how many have a "
-        "figure.",
+        f"{meta.get('gpu', '')}, {meta.get('date', '')[:10]}, bf16, all tuned beforehand: speed relative to "
+        "`torch.mm` in one race per product, in steady state at the power cap. In brackets: the number of "
+        "products measured.",
         markdown_table(["M x N x K", *names], [*lines, means]),
-        f"Slower than `torch.mm`, of {len(own)}: {losses}.",
+        f"Of {len(own)} products tunegemm loses to `torch.mm` on: {losses}.",
     ]
 
 

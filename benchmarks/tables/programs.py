@@ -406,18 +406,17 @@ def vllm(data: Data) -> list[str]:
         f"Slower than vLLM by more than the noise: {', '.join(slower) or 'none'}; faster: "
         f"{sum(row['ratio'] - 1 > row['noise'] for row in rows)} of {len(rows)}."
     )
-    for way, where in ((False, "no product"), (True, "each product")):
+    for way, where in ((False, "Without fused gates"), (True, "With all gates fused")):
         others = [row for row in data.get("other_rows", ()) if row["gates"] is way]
         apart = ", ".join(f"{row['phase']} of {row['sequences']} {row['ratio']:.3f}" for row in others)
-        said += f" A run with the gate in {where}: {apart}." if others else ""
+        said += f" {where}: {apart}." if others else ""
     for key, result in data.items():
         if key.startswith("logits_"):
             apart = result["largest_difference"]
-            what = f"differ by at most {apart:g} of their standard deviation" if apart else "are the same"
-            said += f" Logits of {key.removeprefix('logits_')} {what}."
+            what = f"differ by at most {apart:g} of their standard deviation" if apart else "are equal"
+            said += f" The logits of {key.removeprefix('logits_')} {what}."
             said += "".join(
-                f" With other prompts beside them {'no bit' if same else 'bits'} of {who}'s "
-                f"{'differs' if same else 'differ'}."
+                f" Other prompts in the batch {'change no bit' if same else 'change bits'} of {who}'s."
                 for who in ("vllm", "tunegemm")
                 if (same := result.get(f"bits_same_{who}")) is not None
             )

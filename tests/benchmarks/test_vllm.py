@@ -70,11 +70,11 @@ def test_the_table_says_what_noise_cannot_explain(tmp_path):
     text = programs.vllm(tmp_path)
     assert "| bf16 prefill | 16 | 1,000 | 900 | 0.900 | 5.0% |" in text
     assert "| bf16 prefill, gate in the product | 1 | 1,000 | 900 | 0.960 | 5.0% |" in text
-    assert "A run with the gate in no product: prefill of 1 0.950." in text and "each product" not in text
+    assert "Without fused gates: prefill of 1 0.950." in text and "With all gates fused" not in text
     assert "Geometric means: bf16 prefill 0.971, least 0.900. Slower" in text
     assert "Slower than vLLM by more than the noise: bf16 prefill of 16 (0.900); faster: 1 of 3." in text
-    assert "bf16 are the same." in text and "no bit of vllm's differs" in text
-    assert "bits of tunegemm's differ" in text
+    assert "The logits of bf16 are equal." in text and "change no bit of vllm's." in text
+    assert "change bits of tunegemm's." in text
 
 
 def test_a_scratch_folder_is_no_part_of_the_command():

@@ -132,5 +132,7 @@ def _summary(workload: Workload, out: Path) -> str:
     if own := [product for product in workload.products if not demands([product])[0]]:
         count, calls = len(own), sum(product.weight for product in own)
         _, (why, *_) = demands(own)
-        text += f"; only torch can compute {count} of them ({calls} calls), the first because: {why}"
+        text += (
+            f"; only torch can compute {count} of them ({counted(calls, 'call')}), the first because: {why}"
+        )
     return f"{text}."
