@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -80,6 +81,28 @@ def test_a_narrow_terminal_cuts_no_path(tmp_path: Path) -> None:
         and f"{'long' * 20}/t.sqlite" in text
         and "\N{HORIZONTAL ELLIPSIS}" not in text
     )
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a new user has: shipped records, and no database."""
+    monkeypatch.setenv("TUNEGEMM_DB", "")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("shipped")
+def test_a_candidate_begins_from_the_record() -> None:
+    words = ("--shape", "8448x9216x256", "--device", "replay:h200", "--candidate", "cute_sm90,tile_m=256")
+    assert "  tile      cute_sm90 pp256x192x64 s4 c1x2 e64 rm w1 all: " in here("explain", *words).stdout
+
+
+@pytest.mark.usefixtures("shipped")
+def test_shapes_counts_the_products_that_have_a_record(tmp_path: Path) -> None:
+    facts = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    facts |= {"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    said = here("shapes", "config.json", "--rows", "16,1024", cwd=tmp_path).stderr
+    assert "wrote 10 products to shapes.json; " in said and "10 have a record for NVIDIA H200\n" in said
 
 
 @pytest.mark.parametrize("name", ["TUNEGEMM_PACK", "TUNEGEMM_DB", "TUNEGEMM_MODE", "TUNEGEMM_POLICY"])
