@@ -318,7 +318,7 @@ def test_peers_end_to_end_on_a_gpu(tmp_path, capsys):
         n for n, p in found["providers"].items() if "median_us" in p
     }
     assert data["meta"]["clocks"]["sm_clock_mhz"]
-    assert "geometric mean of tunegemm to torch" in capsys.readouterr().out
+    assert "| *geometric mean* |" in capsys.readouterr().out
 
 
 # The host's time per call

@@ -28,5 +28,7 @@ def run_interpreted(script: str) -> None:
 
 
 def compile_workers() -> int:
-    """Compile workers for one of the processes that run tests at the same time: its share of the cores."""
-    return max(1, default_workers() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    """Compile workers for one of the processes that run tests at the same time: its share of the cores. Of
+    many processes only some compile at a time.
+    """
+    return max(1, default_workers() // min(4, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
