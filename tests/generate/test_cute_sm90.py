@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,8 @@ from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import families
-from tunegemm.generate.cute_sm90 import FAMILY, Division, l2_hint
+from tunegemm.generate import cute_sm90, families
+from tunegemm.generate.cute_sm90 import FAMILY, Division, Order, block_of_a_gpc, l2_hint
 from tunegemm.generate.cute_sm90.rules import config_of
 from tunegemm.model.feasible import possible_kernels
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
@@ -263,6 +264,62 @@ def test_a_hint_names_the_kernels_operand(raster: str, swap_ab: bool) -> None:
     numbers = {hint: l2_hint(launch.with_launch(l2_hint=hint)) for hint in ("none", "a_first", "b_first")}
     assert numbers == {"none": 0, "a_first": 2 if swap_ab else 1, "b_first": 1 if swap_ab else 2}
     assert l2_hint(launch.with_launch(l2_hint="streamed")) == (1 if raster == "along_m" else 2)
+
+
+@pytest.mark.parametrize(
+    ("tile", "neighbours", "block"),
+    [
+        ({"cluster_m": 2, "cluster_n": 1}, 8, (1, 8)),  # clusters share B: a GPC's read the same rows of A
+        ({"cluster_m": 1, "cluster_n": 2}, 8, (8, 1)),
+        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 128, "tile_n": 176}, 16, (4, 4)),
+        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 64, "tile_n": 256}, 16, (8, 2)),
+        ({"cluster_m": 1, "cluster_n": 1}, 1, (1, 1)),
+    ],
+)
+def test_a_gpc_has_the_block_for_which_it_reads_least(
+    tile: dict[str, int], neighbours: int, block: tuple[int, int]
+) -> None:
+    assert block_of_a_gpc(candidate(**tile), neighbours) == block
+
+
+@pytest.mark.parametrize(
+    ("cluster", "launch", "clusters", "order"),
+    [
+        ((2, 1), ("along_m", 16, "gpc"), 66, Order(7, 8, 1)),
+        ((2, 1), ("along_m", 4, "gpc"), 66, Order(7, 4, 2)),
+        ((2, 1), ("along_n", 4, "gpc"), 2, Order(7, 1, 8)),
+        ((1, 1), ("along_m", 8, "gpc"), 66, Order(7, 2, 4)),
+        ((2, 1), ("along_m", 4, "index"), 66, Order(0, 4, 1)),
+        ((2, 1), ("along_m", 4, "gpc"), 1, Order(0, 4, 1)),
+    ],
+)
+def test_clusters_of_a_gpc_have_a_block_of_the_swizzle(
+    monkeypatch: pytest.MonkeyPatch,
+    h200: Device,
+    cluster: tuple[int, int],
+    launch: tuple[str, int, str],
+    clusters: int,
+    order: Order,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def gpcs(_: Device, size: int, clusters: int) -> list[int]:
+        asked.append((size, clusters))
+        return [*range(8)] * 8
+
+    monkeypatch.setattr(Device, "gpcs_of_clusters", gpcs)
+    monkeypatch.setattr(cute_sm90, "_table", lambda places, index: SimpleNamespace(data_ptr=lambda: 7))
+    chosen = candidate(cluster_m=cluster[0], cluster_n=cluster[1], tile_n=256)
+    chosen = chosen.with_launch(
+        **dict(zip(("raster_order", "swizzle_size", "cluster_order"), launch, strict=True))
+    )
+    assert Order.of(chosen, h200, clusters) == order
+    assert asked == ([(math.prod(cluster), clusters)] if order.address else [])
+
+
+def test_clusters_of_a_modelled_device_go_by_index(h200: Device) -> None:
+    gpc_aware = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
+    assert Order.of(gpc_aware, h200, 66) == Order(0, 8, 1)  # blocks of one line are lines
 
 
 #: dtypes of operands and output, and what a tile of that has to be otherwise.
