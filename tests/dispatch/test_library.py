@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps, takes_fp8
+from tunegemm.dispatch.library import addmm_steps, block_scales, is_sum, scale_steps, takes_fp8
 
 SHAPES: dict[int, list[tuple[int, ...]]] = {
     2: [(), (1,), (4,), (5,), (3, 5), (1, 5), (3, 1), (1, 1), (5, 3), (3, 4), (1, 3, 5)],
@@ -95,3 +95,20 @@ def test_fp8_operands_that_torch_multiplies_as_they_lie() -> None:
         (a.to(torch.int8), weight.t().to(torch.int8)),
     ):  # fmt: skip
         assert not takes_fp8(x, y)
+
+
+def test_operators_say_which_scales_are_of_blocks() -> None:
+    a, b = torch.empty(5, 400), torch.empty(400, 300)
+    scale_a, scale_b, scale = torch.empty(5, 4), torch.empty(4, 3), torch.ones(())
+    plain: list[Any] = [a, b, scale_a, scale_b, None, None, torch.bfloat16, False]
+    v2: list[Any] = [a, b, [scale_a], [4], [], [scale_b], [5], [], None, torch.bfloat16, [], False]
+    for name, arguments in (("_scaled_mm", plain), ("_scaled_mm_v2", v2)):
+        found = block_scales(name, arguments)
+        assert found is not None
+        assert [
+            found[place] is each for place, each in enumerate((a, b, scale_a, scale_b, torch.bfloat16))
+        ] == [True] * 5
+    assert block_scales("_scaled_mm", [*plain[:4], torch.empty(300)]) is None  # a bias
+    assert block_scales("_scaled_mm", [*plain[:5], scale]) is None  # of the result
+    for place, other in ((3, [5]), (6, [4]), (4, [1]), (2, [scale_a, scale_a])):
+        assert block_scales("_scaled_mm_v2", [*v2[:place], other, *v2[place + 1 :]]) is None
