@@ -94,7 +94,6 @@ def values() -> dict[str, Any]:
     return {key: value for each in EXAMPLES for key, value in of_family(each).items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("examples", EXAMPLES, ids=lambda each: each.family)
 def test_they_are_what_they_were(examples: Examples) -> None:
     assert_pinned("tests.generate.test_values", of_family(examples), of=f"{examples.family} ")
