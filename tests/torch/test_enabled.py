@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +18,10 @@ from tests.support.commands import here, process
 from tests.support.serving import BF16, Kernel, Row, operands, serve_with
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.served import Served
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.torch import takeover
+from tunegemm.torch import enabled, takeover
 from tunegemm.torch.enabled import MOST_PRODUCTS, Counts
 
 PROGRAM = """
@@ -47,6 +52,7 @@ def test_what_was_served_is_counted(
     found = counts.served()
     # What the stand-in of a kernel multiplies in fp32 is torch's, once a call.
     assert (found.products, found.served, found.calls, found.served_calls) == (3, 1, 7, 3)
+    assert found.saved_s == pytest.approx(3 * 8e-6 * 0.25)
     counts.clear()
     assert counts.served().calls == 0
 
@@ -100,6 +106,46 @@ def test_the_variables_do_the_same(tmp_path: Path, value: str, printed: str) -> 
     )  # fmt: skip
     assert run.stdout == f"{printed} []\n"
     assert run.stderr == "", "nothing was multiplied"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "batch", "gains"),
+    [(1.25, 1, [2.0]), (1.0, 1, []), (0.9, 1, []), (float("inf"), 1, []), (1.25, 3, [2.0])],
+)
+def test_what_a_call_saves(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, batch: int, gains: list[float]
+) -> None:
+    tuned = [(Problem(32, 48, 64, batch), SimpleNamespace(median_us=8.0, ratio=ratio))]
+    planner = SimpleNamespace(tuned=lambda: tuned)
+    monkeypatch.setattr(enabled.api, "dispatcher", SimpleNamespace(planner=planner))
+    found = enabled._gains()
+    lead = (batch,) if batch > 1 else ()
+    assert found == {((*lead, 32, 64), (*lead, 64, 48), "bf16"): gain for gain in gains}
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+@pytest.mark.parametrize("by_run", [True, False])
+def test_a_process_says_what_it_served_or_writes_it_for_run(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    calls: int,
+    by_run: bool,
+) -> None:
+    writers: dict[str, Any] = {}
+    served = Served(2, 1, calls, 1, 0.0)
+    counts = SimpleNamespace(counting=None, clear=None, served=lambda: served)
+    monkeypatch.setattr(enabled, "Counts", lambda: counts)
+    monkeypatch.setattr(
+        enabled, "Writer", lambda **given: SimpleNamespace(start=lambda: writers.update(given))
+    )
+    monkeypatch.setattr(takeover, "begin", lambda counting: None)
+    monkeypatch.setenv(enabled.PARTS, str(tmp_path) if by_run else "")
+    enabled.serve_process()
+    writers["last"](False)
+    files = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    assert files == ([asdict(served)] if by_run and calls else [])
+    assert bool(capsys.readouterr().err) == bool(calls and not by_run)
 
 
 def test_a_takeover_says_what_it_is() -> None:
