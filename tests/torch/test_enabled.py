@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +25,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.served import Served
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.torch import enabled, takeover
+from tunegemm.torch import enabled, recording, takeover
 from tunegemm.torch.enabled import MOST_PRODUCTS, Counts
 
 PROGRAM = """
@@ -52,7 +56,6 @@ def test_what_was_served_is_counted(
     found = counts.served()
     # What the stand-in of a kernel multiplies in fp32 is torch's, once a call.
     assert (found.products, found.served, found.calls, found.served_calls) == (3, 1, 7, 3)
-    assert found.saved_s == pytest.approx(3 * 8e-6 * 0.25)
     counts.clear()
     assert counts.served().calls == 0
 
@@ -179,3 +182,51 @@ def test_processes_of_our_own_are_left_alone(tmp_path: Path) -> None:
     command = f"{exported} exec {sys.executable} -m tunegemm record --out s.json -- {sys.executable} -c pass"
     run = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("enable", "record", "began"),
+    [("1", "", "enabled"), ("0", "", ""), ("", "", ""), ("0", "parts", "parts"), ("1", "parts", "parts")],
+)
+def test_a_process_begins_as_its_variables_say_and_runs_the_environments_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, enable: str, record: str, began: str
+) -> None:
+    folder, seen, finders = Path(takeover.__file__).parent / "start", list[str](), list[str]()
+
+    class AfterImport:
+        def __init__(self, name: str, begin: Callable[[], None]) -> None:
+            finders.append(name)
+            begin()
+
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.customized_in_a_test.append(__file__)\n")
+    monkeypatch.setattr(sys, "customized_in_a_test", [], raising=False)
+    monkeypatch.setattr(sys, "path", [str(folder), str(tmp_path)])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setitem(sys.modules, "after_import", SimpleNamespace(AfterImport=AfterImport))  # type: ignore[arg-type]
+    monkeypatch.setattr(enabled, "serve_process", lambda: seen.append("enabled"))
+    monkeypatch.setattr(recording, "record_process", seen.append)
+    monkeypatch.setenv("TUNEGEMM_ENABLE", enable)
+    monkeypatch.setenv("TUNEGEMM_RECORD_PARTS", record)
+    runpy.run_path(str(folder / "sitecustomize.py"))
+    assert seen == [began] * bool(began) and finders == ["torch"] * bool(began)
+    assert sys.customized_in_a_test == [str(tmp_path / "sitecustomize.py")]  # type: ignore[attr-defined]
+
+
+def test_the_function_is_called_when_a_module_is_imported_and_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = Path(takeover.__file__).parent / "start" / "after_import.py"
+    finder: Any = runpy.run_path(str(path))["AfterImport"]
+    (tmp_path / "planted_module.py").write_text("value = 3\n")
+    began: list[int] = []
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.delitem(sys.modules, "planted_module", raising=False)
+    own = finder("planted_module", lambda: began.append(sys.modules["planted_module"].value))
+    sys.meta_path.insert(0, own)
+    assert own.find_spec("another") is None
+    assert importlib.util.find_spec("planted_module") is not None and began == [], "it is only looked for"
+    import_module("planted_module")
+    assert began == [3] and own not in sys.meta_path
+    del sys.modules["planted_module"]
+    assert finder("no_such_module", list).find_spec("no_such_module") is None
