@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -46,3 +48,16 @@ def test_a_signal_is_for_all_if_the_witness_got_it_a_moment_ago(
     assert signals._is_for_all(15) == is_for_all
     assert signals._witnessed_s[15] == left_s
     assert deadlines == ([] if is_for_all else [101.0])
+
+
+def test_what_the_witness_wrote_is_heard_until_a_deadline() -> None:
+    reading, writing = os.pipe()
+    signals = program.Signals()
+    with open(reading, "rb", buffering=0) as pipe:
+        signals._witness = SimpleNamespace(stdout=pipe)  # type: ignore[assignment]
+        assert not signals._listen(time.monotonic() - 1.0)
+        os.write(writing, b"15 98.500000\n10 99.000000\n15 99.250000\n")
+        assert signals._listen(time.monotonic() - 1.0), "what is there is read even then"
+        assert signals._witnessed_s == {15: [98.5, 99.25], 10: [99.0]}
+        os.close(writing)
+        assert not signals._listen(time.monotonic() + 60.0), "it was killed"
