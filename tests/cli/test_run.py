@@ -53,7 +53,7 @@ def test_a_signal_is_for_all_if_the_witness_got_it_a_moment_ago(
 def test_what_the_witness_wrote_is_heard_until_a_deadline() -> None:
     reading, writing = os.pipe()
     signals = program.Signals()
-    with open(reading, "rb", buffering=0) as pipe:
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
         signals._witness = SimpleNamespace(stdout=pipe)  # type: ignore[assignment]
         assert not signals._listen(time.monotonic() - 1.0)
         os.write(writing, b"15 98.500000\n10 99.000000\n15 99.250000\n")

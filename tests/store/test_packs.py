@@ -376,3 +376,11 @@ def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.Monk
     run("unload", name)
     assert {one.layer for one in read_records()[0]} == {"system"}
     run("unload", code=2)
+
+
+def test_of_a_problem_the_record_of_the_narrowest_layer_is_packed() -> None:
+    """A database that is opened by name is narrower than every layer."""
+    layers = ["project", "", "system", "user", "pack"]
+    same = [replace(RECORDS[0], layer=layer) for layer in layers]
+    assert [each.layer for each in packing._distinct(same[2:])] == ["user"]
+    assert [each.layer for each in packing._distinct(same)] == [""]

@@ -100,7 +100,7 @@ def activation_of(node: Any) -> tuple[str, Node] | None:
     if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
         return None
     target, source, kwargs = node.target, node.args[0], dict(node.kwargs)
-    if kwargs.pop("inplace", False) or (len(node.args) > 1 and target is not functional.gelu):
+    if kwargs.pop("inplace", False) or len(node.args) > 1:
         return None
     if node.op == "call_method":
         return ("relu", source) if target == "relu" and not kwargs else None
@@ -108,7 +108,7 @@ def activation_of(node: Any) -> tuple[str, Node] | None:
         return None
     if target in (functional.silu, functional.relu, torch.relu):
         return None if kwargs else ("silu" if target is functional.silu else "relu", source)
-    if target in (functional.gelu, torch._C._nn.gelu) and len(node.args) == 1:
+    if target in (functional.gelu, torch._C._nn.gelu):
         approximate = kwargs.pop("approximate", "none")
         name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
         return (name, source) if not kwargs and name else None
