@@ -14,8 +14,9 @@ import torch
 
 from tests.support.serving import BF16
 from tunegemm.dispatch import extension
-from tunegemm.engines import common, sglang, vllm
+from tunegemm.engines import common, sglang, transformers, vllm
 from tunegemm.engines.vllm_gates import FACT
+from tunegemm.groups.routing import Gate
 from tunegemm.torch import ops
 
 Plant = Any
@@ -235,3 +236,99 @@ def test_sglangs_processes_that_compute_say_so(
     monkeypatch.setenv(sglang._RECORDS, "others")
     sglang._start()
     assert len(caplog.messages) == 1 and "others" in caplog.messages[0]
+
+
+def gated_by(
+    activation: Any, limit: Any = None, alpha: Any = None, *, own: Any = None, other: Any = None
+) -> Any:
+    """A layer of experts as transformers has them: its class's gate is `own`, or transformers' default."""
+
+    class Experts:
+        def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = (own or other)(both)
+            return result
+
+    layer: Any = Experts()
+    layer.act_fn = activation
+    for name, value in (("limit", limit), ("alpha", alpha)):
+        if value is not None:
+            setattr(layer, name, value)
+    return layer
+
+
+class GELUActivation(torch.nn.Module):
+    approximate = "none"
+
+
+class GELUTanh(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"),
+    [(torch.nn.SiLU(), "silu"), (torch.nn.ReLU(), "relu"), (GELUActivation(), "gelu"),
+     (GELUTanh(), "gelu_tanh"),
+     (torch.nn.GELU(), ""), (torch.nn.Tanh(), "")],
+)  # fmt: skip
+def test_transformers_default_gate_has_a_name(activation: Any, name: str) -> None:
+    layer = gated_by(activation)
+    assert transformers.activation_of(layer, type(layer)._apply_gate) == (name or layer._apply_gate)
+    if name == "gelu":
+        activation.approximate = "tanh"
+        assert transformers.activation_of(layer, type(layer)._apply_gate) == layer._apply_gate
+        activation.approximate = "none"
+
+
+def test_another_gate_is_ours_if_it_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "_equal", {})
+    ours = Gate(1.5, 3.0)
+    assert transformers.activation_of(gated_by(None, 3.0, 1.5, own=ours), None) == ours
+    for layer in (
+        gated_by(None, 3.0, 1.25, own=ours), gated_by(None, own=ours), gated_by(None, "3", own=ours),
+        gated_by(None, 3.0, 1.5, own=lambda both: both.no_such_method()),
+    ):  # fmt: skip
+        assert transformers.activation_of(layer, None) == layer._apply_gate
+    plain = Gate(1.0, 3.0)
+    assert transformers.activation_of(gated_by(None, 3, own=plain), None) == plain, "alpha is 1 by default"
+    kept = {gate for _, gate in transformers._equal}
+    assert kept == {ours, plain, Gate(1.25, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype", "compiling", "by"),
+    [({}, BF16, False, "ours"), ({"has_gate": False}, BF16, False, "theirs"),
+     ({"has_post_expert_norm": True}, BF16, False, "theirs"), ({}, torch.float32, False, "ours"),
+     ({}, torch.float32, True, "theirs"), ({}, BF16, True, "ours"),
+     ({"is_transposed": True}, BF16, False, "ours"),
+     ({"_is_expert_parallel": False}, BF16, False, "ours")],
+)  # fmt: skip
+@pytest.mark.parametrize("before", [BF16, torch.float32])
+def test_layers_of_transformers_with_a_gate_are_ours(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch,
+    facts: dict[str, Any], dtype: torch.dtype, compiling: bool, by: str, before: torch.dtype,
+) -> None:  # fmt: skip
+    seen: list[Any] = []
+
+    def ours(
+        hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *_: Any, **words: Any
+    ) -> torch.Tensor:
+        seen.append((hidden.dtype, tuple(gate_up.shape), tuple(down.shape), words["elsewhere"]))
+        return hidden
+
+    moe = plant("transformers.integrations.moe", grouped_mm_experts_forward=lambda *_: "theirs")
+    plant("transformers.integrations", moe=moe)
+    monkeypatch.setattr(transformers, "experts", ours)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    layer = gated_by(torch.nn.SiLU())
+    layer.gate_up_proj, layer.down_proj = (
+        torch.empty(3, 8, 16, dtype=dtype),
+        torch.empty(3, 16, 4, dtype=dtype),
+    )
+    vars(layer).update(facts)
+    result = transformers.experts_forward(layer, torch.empty(2, 16, dtype=before), None, None)  # type: ignore[arg-type]
+    assert isinstance(result, str) == (by == "theirs")
+    if by == "ours":
+        turned = facts.get("is_transposed", False)
+        shapes = ((3, 16, 8), (3, 4, 16)) if turned else ((3, 8, 16), (3, 16, 4))
+        assert seen == [(dtype, *shapes, facts.get("_is_expert_parallel", True))]
+        assert result.dtype is before
