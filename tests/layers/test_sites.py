@@ -109,7 +109,8 @@ def test_a_librarys_algorithm_is_launched_in_captures_alone(monkeypatch: pytest.
 )  # fmt: skip
 def test_which_products_of_several_weights_have_a_kernel(
     monkeypatch: pytest.MonkeyPatch,
-    off: bool, invariant: bool, rows: int, ns: tuple[int, ...], k: int, dtype: torch.dtype, gate: str, served: bool,
+    off: bool, invariant: bool, rows: int, ns: tuple[int, ...], k: int,
+    dtype: torch.dtype, gate: str, served: bool,
 ) -> None:  # fmt: skip
     asked: list[Any] = []
     monkeypatch.setattr(extension, "is_off", lambda: off)

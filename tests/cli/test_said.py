@@ -1,0 +1,169 @@
+"""What commands say of values, without what makes them."""
+
+from __future__ import annotations
+
+import io
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.tuning.planted import DEVICE
+from tunegemm.cli import arguments, leaderboard, pack, printing, record, verify
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.workload import Product, Workload
+from tunegemm.describe.workload.products import Kind
+from tunegemm.errors import DeviceError
+
+PROBLEM = Problem(512, 512, 512)
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_terminal", "has_keys", "paged"),
+    [(20, True, True, True), (19, True, True, True), (18, True, True, False), (20, False, True, False),
+     (20, True, False, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("pager", [None, "less -R"])
+def test_what_exceeds_the_screen_of_a_terminal_is_paged(
+    monkeypatch: pytest.MonkeyPatch,
+    lines: int,
+    is_terminal: bool,
+    has_keys: bool,
+    paged: bool,
+    pager: str | None,
+) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=40, height=20, color_system=None)
+    pagers: list[bool] = []
+
+    class Pager:
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(console, "pager", lambda styles: pagers.append(styles) or Pager())
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: has_keys))
+    monkeypatch.setenv("LESS", "")
+    monkeypatch.delenv("LESS")
+    monkeypatch.setenv("PAGER", "")
+    if pager is None:
+        monkeypatch.delenv("PAGER")
+    else:
+        monkeypatch.setenv("PAGER", pager)
+    printing.page(console, ["line\n" * (lines - 1) + "last", "of two parts"])
+    assert pagers == [pager is None] * paged and out.getvalue().endswith("of two parts\n")
+    assert os.environ.get("LESS") == ("FRX" if paged else None)
+
+
+def verification(*, best: str | None, replaced: bool, reason: str = "") -> Any:
+    move = SimpleNamespace(label="b", before=1.0, after=1.25, moved=True, reason="")
+    winner = SimpleNamespace(candidate=SimpleNamespace(digest="d")) if best else None
+    return SimpleNamespace(
+        result=SimpleNamespace(best=winner, note="no GPU", labels={"d": best}), replaced=replaced,
+        record=SimpleNamespace(label="a", problem=PROBLEM), judgement=SimpleNamespace(reason=reason),
+        moves=(move, SimpleNamespace(label="c", before=None, after=None, moved=False, reason="not feasible here")),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "first"),
+    [
+        (
+            {"best": "b", "replaced": True, "reason": "another driver"},
+            "the record moved from a to b  [another driver]",
+        ),
+        ({"best": "a", "replaced": False}, "a stays the record  [same software]"),
+        ({"best": None, "replaced": False}, "nothing could be measured (no GPU)  [same software]"),
+    ],
+)
+def test_a_verified_record_is_one_line_and_its_rivals_are_the_others(
+    given: dict[str, Any], first: str
+) -> None:
+    assert verify.lines(verification(**given)) == [
+        f"512x512x512 bf16 tn: {first}",
+        "  moved  1.000 to 1.250 of torch.mm  b",
+        "  same   ? to not feasible here of torch.mm  c",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "numbers", "says"),
+    [
+        ("all", 3, (0, 1, 2), ""), ("0,2", 3, (0, 2), ""), (" 1 , 0", 2, (1, 0), ""),
+        ("3", 3, None, "no GPU 3; here are 3"),
+        ("0,0", 3, None, "names GPU 0 twice"), ("x", 3, None, "not GPU numbers"),
+        ("0,", 3, None, "not GPU numbers"),
+        ("-1", 3, None, "not GPU numbers"), ("all", 0, None, "no CUDA device here"),
+        ("0", 0, None, "no CUDA device here"),
+    ],
+)  # fmt: skip
+def test_numbers_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, text: str, count: int, numbers: tuple[int, ...] | None, says: str
+) -> None:
+    monkeypatch.setattr("tunegemm.describe.device.cuda_device_count", lambda: count)
+    if numbers is not None:
+        assert arguments.parse_gpus(text) == numbers
+        return
+    with pytest.raises(DeviceError if count == 0 else arguments.UsageError, match=says):
+        arguments.parse_gpus(text)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 6])
+def test_a_leaderboard_without_rows_names_five_products(count: int) -> None:
+    measured = [Problem(8 * (1 + number), 8, 8) for number in range(count)]
+    said = leaderboard._lacking(["1x2x3", "--dtype=bf16"], measured, "cute_sm90")
+    if not count:
+        assert said == "no measurements with cute_sm90 yet"
+        assert leaderboard._lacking(["1x2x3"], measured, None) == "no measurements yet"
+        return
+    assert said.startswith("no measurement of 1x2x3 --dtype=bf16; the database has 8x8x8 bf16")
+    assert said.count("x8x8") == min(count, 5) and said.endswith("and 1 more") == (count == 6)
+
+
+@pytest.mark.parametrize(("products", "timed"), [(1, True), (10, True), (11, True), (2, False)])
+def test_a_recordings_costliest_products(monkeypatch: pytest.MonkeyPatch, products: int, timed: bool) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(record, "fitted", lambda title, columns, _: shown.append((title, columns)))
+    monkeypatch.setattr(printing, "stderr_console", lambda: SimpleNamespace(print=lambda table: None))
+    monkeypatch.setattr("tunegemm.tuning.tuner.open_device", lambda: DEVICE)
+    kinds = [
+        Kind(512, 6144, 64 * (1 + number), 1, "bf16", "bf16", "k", "k", "n", 16) for number in range(products)
+    ]
+    rows = [
+        Product(kind, 10, timed=10 if timed else 0, median_us=10.0 * (number + 1) if timed else None)
+        for number, kind in enumerate(kinds)
+    ]
+    monkeypatch.setattr(
+        "tunegemm.choose.snapshot.read_snapshot", lambda: SimpleNamespace(find=lambda *_: None)
+    )
+    record._show_costliest(Workload(tuple(rows)))
+    ((title, columns),) = shown
+    assert title.startswith(
+        "They, and" if products <= record._COSTLIEST else f"The {record._COSTLIEST} costliest"
+    )
+    assert ("by the roofline" in title) == (not timed)
+    count = min(products, record._COSTLIEST)
+    assert len(columns["product"]) == count and columns["record"] == ["none"] * count
+    shares = [float(share) for share in columns["% of time"]]
+    assert shares == sorted(shares, reverse=True)
+    if timed:
+        whole = sum(range(1, products + 1))
+        assert shares[0] == pytest.approx(100 * products / whole, abs=0.06)
+
+
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_packs_contents_and_how_much_of_it_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: int
+) -> None:
+    records = [SimpleNamespace(fingerprint=SimpleNamespace(device_name=name)) for name in ("B", "A", "B")]
+    verdicts = [SimpleNamespace(reason="another GPU")] * refused
+    monkeypatch.setattr("tunegemm.store.packing.cannot_launch", lambda records: {"triton_tma": "lacks x"})
+    monkeypatch.setattr("tunegemm.store.packing.refused_here", lambda records: verdicts)
+    text = pack._describe(SimpleNamespace(records=records, objects=lambda: 2))  # type: ignore[arg-type]
+    more = "; 2 usable on this GPU, the others not (another GPU)" if refused else ""
+    assert text == "3 records of A, B, 2 kernels" + more
+    assert capsys.readouterr().err == "tunegemm: triton_tma: lacks x\n"
