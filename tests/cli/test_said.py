@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tests.tuning.planted import DEVICE
-from tunegemm.cli import arguments, leaderboard, pack, printing, record, verify
+from tunegemm.cli import app, arguments, db, doctor, leaderboard, pack, printing, record, verify
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Product, Workload
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import DeviceError
+from tunegemm.report.doctor import Check
 
 PROBLEM = Problem(512, 512, 512)
 
@@ -65,7 +69,9 @@ def verification(*, best: str | None, replaced: bool, reason: str = "") -> Any:
     return SimpleNamespace(
         result=SimpleNamespace(best=winner, note="no GPU", labels={"d": best}), replaced=replaced,
         record=SimpleNamespace(label="a", problem=PROBLEM), judgement=SimpleNamespace(reason=reason),
-        moves=(move, SimpleNamespace(label="c", before=None, after=None, moved=False, reason="not feasible here")),
+        moves=(
+            move, SimpleNamespace(label="c", before=None, after=None, moved=False, reason="not feasible here")
+        ),
     )  # fmt: skip
 
 
@@ -167,3 +173,90 @@ def test_a_packs_contents_and_how_much_of_it_works(
     more = "; 2 usable on this GPU, the others not (another GPU)" if refused else ""
     assert text == "3 records of A, B, 2 kernels" + more
     assert capsys.readouterr().err == "tunegemm: triton_tma: lacks x\n"
+
+
+def test_rows_left_out_are_grouped_by_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    """Reasons that differ in numbers are one; of the kinds some are named."""
+    lines = [
+        "row 1: no 7",
+        "row 2: no 8",
+        "row 3: other",
+        *(f"kind {'x' * n}" for n in range(1, db._NAMED + 1)),
+    ]
+    db._name_skipped(lines)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "left out: row 1: no 7 (and 1 more like it)"
+    assert last == "left out: 2 more"
+    db._name_skipped(lines[2:3])
+    assert capsys.readouterr().err == "left out: row 3: other\n"
+
+
+def test_a_doctors_lines_hang_where_their_words_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [Check("GPU", "note", "none", "buy one"), Check("packages", "ok", "all")]
+    said: list[Any] = []
+    monkeypatch.setattr("tunegemm.report.doctor.examine", lambda db: checks)
+    monkeypatch.setattr(printing, "say", lambda text, **words: said.append((text, words)))
+    doctor.command(None, False)
+    assert said == [
+        ("  GPU       none -> buy one", {"hang": 16, "lead": "note", "colour": "yellow"}),
+        ("  packages  all", {"hang": 16, "lead": "ok  ", "colour": "green"}),
+    ]
+    monkeypatch.setattr("tunegemm.report.doctor.examine", lambda db: [Check("GPU", "fail", "none")])
+    with pytest.raises(typer.Exit):
+        doctor.command(None, False)
+
+
+@pytest.mark.parametrize(("width", "lines"), [(0, 1), (41, 1), (40, 2), (25, 2), (24, 1)])
+def test_a_line_is_wrapped_if_it_and_its_hang_leave_room(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, lines: int
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: width > 0, raising=False)
+    monkeypatch.setattr(printing.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=width))
+    text = "a-word " * 5 + "tail55"
+    printing.say(text, hang=4)
+    found = capsys.readouterr().out.splitlines()
+    assert len(found) == lines and " ".join(" ".join(found).split()) == text
+    assert all(line.startswith("    a") or line.startswith("    t") for line in found[1:])
+    printing.say("tunegemm " + text, hang=4)
+    assert len(capsys.readouterr().out.splitlines()) == 1, "a command stays whole"
+
+
+@pytest.mark.parametrize(("shapes", "raced"), [([], [512, 1024]), (["512x512x512"], [512]), (["8x8x8"], [])])
+def test_the_records_of_named_shapes_are_verified(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    shapes: list[str],
+    raced: list[int],
+) -> None:
+    records = [SimpleNamespace(problem=Problem(m, 512, 512)) for m in (512, 1024)]
+    seen: list[int] = []
+
+    class Opened:
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def __enter__(self) -> Any:
+            return SimpleNamespace(records=lambda: records)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    def verified(tuner: Any, record: Any, judgement: Any, top: int) -> Any:
+        seen.append(record.problem.m)
+        result = verification(best="a", replaced=False)
+        result.result.interrupted = False
+        return result
+
+    monkeypatch.setattr("tunegemm.store.Database.open", lambda *_: Opened())
+    monkeypatch.setattr("tunegemm.tuning.tuner.Tuner", Opened)
+    monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: DEVICE)
+    monkeypatch.setattr(
+        "tunegemm.tuning.verify.due", lambda wanted, *_, **__: [("why", each) for each in wanted]
+    )
+    monkeypatch.setattr("tunegemm.tuning.verify.verify", verified)
+    monkeypatch.setattr(arguments, "require_database", lambda db: None)
+    options = [word for shape in shapes for word in ("--shape", shape)]
+    done = CliRunner().invoke(app, ["verify", *options, "--db", str(tmp_path / "a.sqlite")])
+    assert done.exit_code == 0 and seen == raced, done.output
+    assert ("nothing to verify: all 0 records are current on NVIDIA H200" in done.stdout) == (not raced)
