@@ -216,7 +216,7 @@ def test_a_line_is_wrapped_if_it_and_its_hang_leave_room(
     printing.say(text, hang=4)
     found = capsys.readouterr().out.splitlines()
     assert len(found) == lines and " ".join(" ".join(found).split()) == text
-    assert all(line.startswith("    a") or line.startswith("    t") for line in found[1:])
+    assert all(line.startswith(("    a", "    t")) for line in found[1:])
     printing.say("tunegemm " + text, hang=4)
     assert len(capsys.readouterr().out.splitlines()) == 1, "a command stays whole"
 
