@@ -235,8 +235,8 @@ def test_single_algorithms_are_of_16_bit_operands() -> None:
 #: Steps that torch's own calls take, and those that follow one by one.
 COMPOSED = [
     "bias_n", "bias_m", "beta_c", "alpha+beta_c", "alpha", "alpha+beta_c+relu", "residual",
-    "bias_n+gelu_tanh", "bias_n+gelu+residual", "silu+residual", "swiglu", "bias_n+geglu_tanh", "beta_c+reglu+residual",
-    "alpha+beta_c+bias_n+gelu+residual+amax", "relu+amax",
+    "bias_n+gelu_tanh", "bias_n+gelu+residual", "silu+residual", "swiglu", "bias_n+geglu_tanh",
+    "beta_c+reglu+residual", "alpha+beta_c+bias_n+gelu+residual+amax", "relu+amax",
 ]  # fmt: skip
 
 
