@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from tests.generate import test_gluon_wgmma, test_triton, test_triton_tma
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.errors import ArtifactError
 from tunegemm.generate import families, gluon_wgmma, routing, triton, triton_launch, triton_tma, workspace
 from tunegemm.generate.blocks import division_of
 from tunegemm.generate.cublaslt import binding, choice
@@ -261,3 +263,15 @@ def test_a_gluon_kernel_has_a_limit_of_registers_where_blocks_share(
     config = given[2]["CONFIG"]
     assert words["max_registers"] == (config.launch_registers if is_limited else None)
     assert words["num_warps"] == (4 if config.specialized else candidate["warps"])
+
+
+def test_a_launcher_has_the_given_workspace_or_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    family: Any = replace(
+        families.get("triton"), launcher=lambda *given: given[-1], workspace=lambda *_: "its own"
+    )  # fmt: skip
+    problem, candidate = Problem.parse("4096x4096x4096"), test_triton.candidate()
+    device = find_device("model:h200")
+    assert family.load(problem, candidate, device, Path("a.o"), "given") == "given"
+    assert family.load(problem, candidate, device, Path("a.o")) == "its own"
+    with pytest.raises(ArtifactError, match="has no compiled object"):
+        family.load(problem, candidate, device, None)
