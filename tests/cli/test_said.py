@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests.tuning.planted import DEVICE
 from tunegemm.cli import app, arguments, db, doctor, leaderboard, pack, printing, record, verify
+from tunegemm.cli.help import Group
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Product, Workload
 from tunegemm.describe.workload.products import Kind
@@ -260,3 +262,54 @@ def test_the_records_of_named_shapes_are_verified(
     done = CliRunner().invoke(app, ["verify", *options, "--db", str(tmp_path / "a.sqlite")])
     assert done.exit_code == 0 and seen == raced, done.output
     assert ("nothing to verify: all 0 records are current on NVIDIA H200" in done.stdout) == (not raced)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (OSError(5, "Input/output error", "a/b"), 2, "tunegemm: a/b: Input/output error"),
+        (OSError(5, "Input/output error"), 2, "tunegemm: the working directory: Input/output error"),
+        (OSError("no\nnumber"), 2, "tunegemm: the working directory: no number"),
+        (DeviceError("no GPU"), 2, "tunegemm: no GPU"), (KeyboardInterrupt(), 130, "tunegemm: interrupted"),
+        (typer.BadParameter("'x' is none"), 2, "Invalid value: 'x' is none. See `tunegemm --help`."),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    says: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    main: Any = import_module("tunegemm.cli.app")
+    monkeypatch.setattr(main.Group, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        main.OneLineErrors(name="tunegemm").main([])
+    assert ended.value.code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.removeprefix("tunegemm: ") == says.removeprefix("tunegemm: ")
+    monkeypatch.setattr(main.Group, "main", lambda *_, **words: words.get("standalone_mode", True))
+    with pytest.raises(SystemExit) as ended:
+        main.OneLineErrors(name="tunegemm").main([])
+    assert ended.value.code == 0
+    assert main.OneLineErrors(name="tunegemm").main([], standalone_mode=False) is False
+
+
+def test_hidden_commands_are_not_listed() -> None:
+    own = typer.Typer(cls=Group)
+
+    @own.command()
+    def shown() -> None:
+        """Shown,
+
+        in its first paragraph."""
+
+    @own.command(hidden=True)
+    def unseen() -> None:
+        """Not listed."""
+
+    text = CliRunner().invoke(own, ["--help"]).stdout
+    assert "Shown," in text and "paragraph" not in text and "unseen" not in text

@@ -270,7 +270,13 @@ def test_a_worker_says_what_its_phases_took(worker: MeasureWorker) -> None:
     worker.discover(PROBLEM)
     before = dict(worker.seconds)
     [*worker.measure(PROBLEM, [planted("good")], QUICK)]
-    assert before["start"] > 0 and set(worker.seconds) >= {"start", "operands", "baseline", "checks", "races"}
+    assert 0 < before["start"] < 60 and set(worker.seconds) >= {
+        "start",
+        "operands",
+        "baseline",
+        "checks",
+        "races",
+    }
     assert all(worker.seconds[phase] > before.get(phase, 0.0) for phase in ("checks", "races"))
     assert worker.seconds["start"] == before["start"]
 
