@@ -14,7 +14,7 @@ from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, binding, library, reduces_in_16_bits, splits_k
-from tunegemm.generate.cublaslt.eager import composed, torch_mm
+from tunegemm.generate.cublaslt.eager import composed, step_of, torch_mm
 from tunegemm.generate.cublaslt.names import name_of, number_of, tables
 from tunegemm.generate.cublaslt.operands import Matrix, column_major, packed_strides
 from tunegemm.measure import operands as data
@@ -327,3 +327,24 @@ def test_of_each_id_the_tile_that_fills_its_waves_is_taken(
     assert [one["algo_id"] for one in library.one_of_each_id(Problem(64, 64, 64), 0, 100)] == [3, 5]
     planted.clear()
     assert library.one_of_each_id(Problem(64, 64, 64), 0, 100) == []
+
+
+ACTIVATED = {
+    "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("out", ["none", "contiguous", "transposed"])
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_activations_and_gates_are_torchs_to_the_bit(name: str, out: str) -> None:
+    x = torch.linspace(-4, 4, 48).view(6, 8)
+    gate = {"relu": "reglu", "silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}[name]
+    for step, expected in ((name, ACTIVATED[name](x)), (gate, ACTIVATED[name](x[:, ::2]) * x[:, 1::2])):
+        room = {
+            "none": None,
+            "contiguous": torch.empty_like(expected),
+            "transposed": torch.empty_like(expected.t()).t(),
+        }
+        result = step_of(step, torch.float32)(x, {}, room[out])
+        assert torch.equal(result, expected) and (out == "none" or result is room[out])

@@ -372,3 +372,20 @@ def test_every_box_that_is_stored_is_one_of_tmas(
             assert innermost % 16 == 0, "where the last tile begins"
             feasible += 1
     assert feasible > 50 and (refused > 10 or element_bytes > 1), (feasible, refused)
+
+
+@pytest.mark.parametrize(
+    ("split_k", "reduction", "units", "second"),
+    [
+        (1, "pairs", 0, False),
+        (1, "second_kernel", 0, False),
+        (4, "pairs", 64, False),
+        (4, "second_kernel", 64, True),
+    ],
+)
+def test_only_splits_have_work_units_and_a_second_kernel(
+    h200: Device, split_k: int, reduction: str, units: int, second: bool
+) -> None:
+    chosen = candidate().with_launch(**LAUNCH | {"split_k": split_k, "reduction": reduction})
+    division = Division.of(Problem.parse("512x512x65536"), chosen, h200)
+    assert (division.units, division.second_kernel) == (units, second)

@@ -230,3 +230,11 @@ def test_the_function_is_called_when_a_module_is_imported_and_once(
     assert began == [3] and own not in sys.meta_path
     del sys.modules["planted_module"]
     assert finder("no_such_module", list).find_spec("no_such_module") is None
+
+
+def test_places_of_products_name_dtypes_as_problems_do() -> None:
+    shapes = torch.Size((3, 4)), torch.Size((4, 5))
+    names = {
+        dtype: enabled._place(*shapes, dtype)[2] for dtype in (torch.float32, torch.bfloat16, torch.uint8)
+    }
+    assert names == {torch.float32: "tf32", torch.bfloat16: "bf16", torch.uint8: "torch.uint8"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,3 +281,173 @@ def test_int8_products_that_are_served(
     assert serve(None, left, right) == (answer or "torch's" if is_asked else "torch's")
     assert len(calls) == is_asked
     assert serve(None, left[0], right) == "torch's" and len(calls) == is_asked
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words", "more", "asks", "by"),
+    [
+        ((3, 4), (4, 5), {}, (), [((3, 4), None)], "ours"), ((3, 4),
+        (4, 5), {"out": "out"}, (), [((3, 4), "out")], "ours"),
+        ((3, 4), (4, 5), {"out": "out", "x": 1}, (), [], "torch's"), ((3, 4),
+        (4, 5), {"x": 1}, (), [], "torch's"),
+        ((3, 4), (4, 5), {}, (1,), [], "torch's"), ((2, 3, 4), (4, 5), {}, (), [], "torch's"),
+        ((4,), (4, 5), {}, (), [], "torch's"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("served", [True, False])
+def test_matrices_that_enable_serves(
+    monkeypatch: pytest.MonkeyPatch, a: Any, b: Any, words: Any, more: Any, asks: Any, by: str, served: bool
+) -> None:
+    asked: list[Any] = []
+
+    def below(a: torch.Tensor, b: torch.Tensor, out: Any = None) -> Any:
+        asked.append((tuple(a.shape), out))
+        return "ours" if served else None
+
+    monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(below_autograd=below))
+    serve = takeover._plain(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"), 2)
+    left, right = torch.zeros(a, dtype=BF16), torch.zeros(b, dtype=BF16)
+    assert serve(None, left, right, *more, **words) == (by if served else "torch's")
+    assert asked == asks
+    assert serve(None, left.double(), right.double()) == "torch's" and asked == asks
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words", "asks"),
+    [((2, 3, 4), (2, 4, 5), {}, (2, 3, 4)), ((1, 3, 4), (1, 4, 5), {}, (3, 4)),
+     ((1, 3, 4), (1, 4, 5), {"out": None}, (1, 3, 4)), ((2, 3, 4), (1, 4, 5), {}, None), ((3, 4),
+     (4, 5), {}, None)],
+)  # fmt: skip
+def test_batches_that_enable_serves(
+    monkeypatch: pytest.MonkeyPatch, a: Any, b: Any, words: Any, asks: Any
+) -> None:
+    """One entry, as einsum writes a product, is a matrix."""
+    asked: list[Any] = []
+
+    def below(a: torch.Tensor, b: torch.Tensor, out: Any = None) -> torch.Tensor:
+        asked.append(tuple(a.shape))
+        return torch.ones(a.shape[:-1])
+
+    monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(below_autograd=below))
+    serve = takeover._plain(SimpleNamespace(call_boxed=lambda *_, **__: None), 3)
+    result = serve(None, torch.zeros(a, dtype=BF16), torch.zeros(b, dtype=BF16), **words)
+    assert asked == ([] if asks is None else [asks])
+    assert result is None if asks is None else tuple(result.shape) == a[:-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "dtype", "text"),
+    [({}, (), BF16, "bias_n"), ({"beta": 2}, (), BF16, "beta_c"), ({"alpha": 2}, (), BF16, "alpha+bias_n"),
+     ({}, (1,), BF16, None), ({}, (), torch.float64, None), ({"alpha": 2j}, (), BF16, None)],
+)  # fmt: skip
+@pytest.mark.parametrize("served", [True, False])
+def test_sums_that_enable_serves(
+    monkeypatch: pytest.MonkeyPatch, words: Any, more: Any, dtype: torch.dtype, text: str | None, served: bool
+) -> None:
+    asked: list[str] = []
+
+    def fused(form: Any, *_: Any) -> Any:
+        asked.append(form.text)
+        return "ours" if served else None
+
+    monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(fused=fused))
+    serve = takeover._adding(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"), 2)
+    c, a, b = torch.zeros(5, dtype=dtype), torch.zeros(3, 4, dtype=dtype), torch.zeros(4, 5, dtype=dtype)
+    assert serve(None, c, a, b, *more, **words) == ("ours" if text and served else "torch's")
+    assert asked == [text] * (text is not None)
+    assert serve(None, c, a, b[:3]) == "torch's"
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The operators that traced calls become."""
+    calls: Asked = []
+
+    def named(name: str) -> Any:
+        def operator(*given: Any, records: str = "") -> torch.Tensor:
+            calls.append((name, *given))
+            return torch.full((*given[0].shape[:-1], given[1].shape[-1]), 2.0).to(given[0].dtype)
+
+        return operator
+
+    known = {name: named(name) for name in ("mm", "bmm", "fused", "matmul_out")}
+    monkeypatch.setattr(
+        ops,
+        "torch",
+        SimpleNamespace(**vars(torch) | {"ops": SimpleNamespace(tunegemm=SimpleNamespace(**known))}),
+    )
+    monkeypatch.setattr(ops, "records", lambda: "")
+    monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
+    monkeypatch.setattr(ops, "is_simple", lambda a, b: True)
+    return calls
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+def test_traced_products_are_operators_of_their_rank(operators: Asked) -> None:
+    for a, b, name, shape in (
+        (half(3, 4), half(4, 5), "mm", (3, 5)), (half(2, 3, 4), half(2, 4, 5), "bmm", (2, 3, 5)),
+        (half(2, 3, 4), half(4, 5), "mm", (2, 3, 5)),
+    ):  # fmt: skip
+        assert tuple(ops.traced_matmul(a, b).shape) == shape and operators.pop()[0] == name
+    out = half(3, 5)
+    assert ops.traced_matmul(half(3, 4), half(4, 5), out) is out and operators.pop()[0] == "matmul_out"
+    assert tuple(ops.traced_linear(half(3, 4), half(5, 4)).shape) == (3, 5) and operators.pop()[0] == "mm"
+    ops.traced_linear(half(3, 4), half(5, 4), half(5))
+    assert operators.pop()[5] == "bias_n"
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [
+        (half(3, 4).float(), half(4, 5).float(), None), (half(3, 4).requires_grad_(), half(4, 5), half(3, 5)),
+        (half(3, 4), half(4, 5).requires_grad_(), half(3, 5)), (half(3, 4), half(4, 5), half(1, 5)),
+    ],
+)  # fmt: skip
+def test_traced_products_that_are_torchs(
+    operators: Asked, a: torch.Tensor, b: torch.Tensor, out: Any
+) -> None:
+    try:
+        ops.traced_matmul(a, b, out)
+    except RuntimeError as error:  # torch's: an output does not take gradients
+        assert "out=" in str(error) or "resize" in str(error)
+    assert operators == []
+
+
+def test_a_traced_maximum_is_raised_behind_the_product(operators: Asked) -> None:
+    for start, raised in ((1.0, 2.0), (3.0, 3.0)):
+        amax, out = torch.tensor(start), half(3, 5)
+        result = ops.traced_fused(MATMUL, "relu+amax", half(3, 4), half(4, 5), (amax,), (), out, None, "fast")
+        assert result is out and float(out[0, 0]) == 2.0 and float(amax) == raised
+        assert operators.pop()[3:6] == ([], [], "relu")
+    ops.traced_fused(MATMUL, "amax", half(3, 4), half(4, 5), (amax,), (), None, None, "fast")
+    assert operators.pop()[5] == ""
+    ops.traced_fused(LINEAR, "custom:amax", half(3, 4), half(5, 4), (amax,), (), None, None, "fast")
+    name, _, right, tensors, *_ = operators.pop()
+    assert (name, tuple(right.shape), len(tensors)) == ("fused", (4, 5), 1)
+
+
+def test_hints_of_extents() -> None:
+    assert ops.hint(7) == 7 and ops.hint(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "autocast", "wrapper", "may"),
+    [
+        (half(3, 4), half(4, 5), None, False, True), (half(4), half(4, 5), None, False, False),
+        (half(3, 4), half(4), None, False, False), (half(3, 4).to("meta"), half(4, 5), None, False, False),
+        (half(3, 4), half(4, 5).to("meta"), None, False, False), (half(3, 4), half(4, 5), BF16, False, True),
+        (half(3, 4), half(4, 5), torch.float16, False, False), (half(3, 4), half(4, 5), None, True, False),
+    ],
+)  # fmt: skip
+def test_which_traced_products_may_become_calls(
+    monkeypatch: pytest.MonkeyPatch, a: torch.Tensor, b: torch.Tensor, autocast: Any, wrapper: bool, may: bool
+) -> None:
+    monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace(cpp_wrapper=wrapper))  # type: ignore[arg-type]
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        assert ops.may_be_served(a, b) == may
+        assert ops._is_servable(a, b) == (may or wrapper or a.ndim < 2 or b.ndim < 2)
