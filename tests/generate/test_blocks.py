@@ -163,3 +163,13 @@ def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], reason: str) -
     given = {"a": A, "weight": WEIGHT, "scale_a": SCALE_A, "scale_b": SCALE_B, "out": OUT} | changes
     found = refusal(**given)
     assert found == "" if not reason else reason in found, found
+
+
+@pytest.mark.parametrize(("rows", "n", "fits"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+def test_of_one_line_a_stride_may_be_anything(rows: int, n: int, fits: bool) -> None:
+    a, weight = (matrix(8, 128).as_strided((lines, 128), (16, 1)) for lines in (rows, n))
+    out = matrix(8, 128, BF16).as_strided((rows, n), (8, 1))
+    scales = matrix(rows, 1, F32), matrix(1, 1, F32)
+    assert (refusal(a, weight, *scales, out) == "") == fits
+    if fits:
+        assert refusal(a, weight, *scales, matrix(8, 8, BF16).as_strided((1, 1), (0, 1))) == ""

@@ -4,6 +4,7 @@ import ctypes
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, binding, library, reduc
 from tunegemm.generate.cublaslt.eager import composed, step_of, torch_mm
 from tunegemm.generate.cublaslt.names import name_of, number_of, tables
 from tunegemm.generate.cublaslt.operands import Matrix, column_major, packed_strides
+from tunegemm.generate.takes import NotTaken
 from tunegemm.measure import operands as data
 from tunegemm.measure.operands import make_operands
 from tunegemm.store.shipped import read_shipped
@@ -348,3 +350,43 @@ def test_activations_and_gates_are_torchs_to_the_bit(name: str, out: str) -> Non
         }
         result = step_of(step, torch.float32)(x, {}, room[out])
         assert torch.equal(result, expected) and (out == "none" or result is room[out])
+
+
+@pytest.mark.parametrize(
+    ("statuses", "has_context", "calls", "raised"),
+    [([0], True, 1, False), ([7, 0], True, 2, False), ([7, 7], True, 2, True), ([7], False, 1, True)],
+)
+@pytest.mark.parametrize("out_major", ["n", "m"])
+def test_a_librarys_launch_makes_a_context_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+    statuses: list[int], has_context: bool, calls: int, raised: bool, out_major: str,
+) -> None:  # fmt: skip
+    launched: list[tuple[int, ...]] = []
+
+    def matmul(*given: Any) -> int:
+        launched.append(tuple(each.value if hasattr(each, "value") else 0 for each in given))
+        return statuses[len(launched) - 1]
+
+    plan = SimpleNamespace(
+        descriptors=[ctypes.c_void_p(number) for number in range(1, 6)], added=ctypes.c_void_p
+    )
+    monkeypatch.setattr(library, "Plan", lambda *_: plan)
+    monkeypatch.setattr(library, "_checked", lambda *_: binding.Algorithm())
+    monkeypatch.setattr(library, "ensure_context", lambda index: has_context)
+    monkeypatch.setattr(binding, "handle", lambda index: ctypes.c_void_p(9))
+    monkeypatch.setattr(binding, "library", lambda: SimpleNamespace(cublasLtMatmul=matmul))
+    monkeypatch.setattr(binding, "status_name", lambda status: f"status {status}")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70, raising=False)
+    problem = Problem(64, 64, 64, out_major=out_major)
+    launch = library.launcher(problem, ALGORITHM, 0, None).of(
+        *(torch.zeros(64, 64).bfloat16() for _ in range(3))
+    )  # type: ignore[attr-defined]
+    if raised:
+        with pytest.raises(RuntimeError, match="status 7"):
+            launch(16, 32, 48)
+    else:
+        launch(16, 32, 48)
+    assert len(launched) == calls
+    for addresses in ((8, 32, 48), (16, 40, 48), (16, 32, 56)):
+        with pytest.raises(NotTaken):
+            launch(*addresses)
