@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import operator
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from tunegemm.dispatch import extension
-from tunegemm.layers import graph, joint, sites
+from tunegemm.layers import graph, inductor, joint, sites
 
 
 def plan_of(launched: list[Any], words: Any = None, *, guarded: bool = False) -> Any:
@@ -134,3 +135,18 @@ def test_which_products_of_several_weights_have_a_kernel(
 )  # fmt: skip
 def test_functions_that_only_compute(target: Any, computes: bool) -> None:
     assert graph._only_computes(target) == computes
+
+
+def test_the_pass_waits_for_inductor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[bool] = []
+    monkeypatch.setattr(inductor, "_set", lambda: done.append(True))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.delitem(sys.modules, inductor._CONFIG, raising=False)
+    others = len(sys.meta_path)
+    for _ in range(2):
+        inductor.install()
+        assert len(sys.meta_path) == others + 1 and getattr(sys.meta_path[0], "name", "") == inductor._CONFIG
+    assert done == []
+    monkeypatch.setitem(sys.modules, inductor._CONFIG, SimpleNamespace())  # type: ignore[arg-type]
+    inductor.install()
+    assert done == [True] and len(sys.meta_path) == others + 1
