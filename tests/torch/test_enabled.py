@@ -210,6 +210,9 @@ def test_a_process_begins_as_its_variables_say_and_runs_the_environments_own(
     runpy.run_path(str(folder / "sitecustomize.py"))
     assert seen == [began] * bool(began) and finders == ["torch"] * bool(began)
     assert sys.customized_in_a_test == [str(tmp_path / "sitecustomize.py")]  # type: ignore[attr-defined]
+    (tmp_path / "sitecustomize.py").unlink()
+    runpy.run_path(str(folder / "sitecustomize.py"))
+    assert len(sys.customized_in_a_test) == 1, "there need be none"  # type: ignore[attr-defined]
 
 
 def test_the_function_is_called_when_a_module_is_imported_and_once(
