@@ -313,3 +313,40 @@ def test_hidden_commands_are_not_listed() -> None:
 
     text = CliRunner().invoke(own, ["--help"]).stdout
     assert "Shown," in text and "paragraph" not in text and "unseen" not in text
+
+
+@pytest.mark.parametrize(
+    ("files", "sha256", "says"),
+    [(1, None, ""), (2, None, ""), (1, "a" * 64, ""), (2, "a" * 64, "applies to one file"), (1, "x", "64 hexa")],
+)
+def test_a_hash_is_of_one_pack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: int, sha256: str | None, says: str
+) -> None:
+    loaded: list[str | None] = []
+    monkeypatch.setattr(pack, "_describe", lambda loaded: "")
+    monkeypatch.setattr(
+        "tunegemm.store.packs.install",
+        lambda file, sha256: loaded.append(sha256) or SimpleNamespace(name=str(file)),
+    )
+    paths = [tmp_path / str(number) for number in range(files)]
+    if says:
+        with pytest.raises(arguments.UsageError, match=says):
+            pack.load_command(paths, sha256)
+        assert loaded == []
+    else:
+        pack.load_command(paths, sha256)
+        assert loaded == [sha256] * files
+
+
+@pytest.mark.parametrize(("names", "everything", "removed"), [(["a"], False, ["a"]), ([], True, ["x", "y"]), (None, True, ["x", "y"])])
+def test_packs_are_unloaded_by_name_or_all(
+    monkeypatch: pytest.MonkeyPatch, names: list[str] | None, everything: bool, removed: list[str]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("tunegemm.store.packs.installed", lambda: [Path("x"), Path("y")])
+    monkeypatch.setattr("tunegemm.store.packs.remove", lambda name: seen.append(name) or name)
+    pack.unload_command(names, everything)
+    assert seen == removed
+    for wrong in ((["a"], True), ([], False), (None, False)):
+        with pytest.raises(arguments.UsageError, match="or --all"):
+            pack.unload_command(*wrong)
