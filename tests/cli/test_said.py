@@ -317,7 +317,13 @@ def test_hidden_commands_are_not_listed() -> None:
 
 @pytest.mark.parametrize(
     ("files", "sha256", "says"),
-    [(1, None, ""), (2, None, ""), (1, "a" * 64, ""), (2, "a" * 64, "applies to one file"), (1, "x", "64 hexa")],
+    [
+        (1, None, ""),
+        (2, None, ""),
+        (1, "a" * 64, ""),
+        (2, "a" * 64, "applies to one file"),
+        (1, "x", "64 hexa"),
+    ],
 )
 def test_a_hash_is_of_one_pack(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: int, sha256: str | None, says: str
@@ -338,7 +344,10 @@ def test_a_hash_is_of_one_pack(
         assert loaded == [sha256] * files
 
 
-@pytest.mark.parametrize(("names", "everything", "removed"), [(["a"], False, ["a"]), ([], True, ["x", "y"]), (None, True, ["x", "y"])])
+@pytest.mark.parametrize(
+    ("names", "everything", "removed"),
+    [(["a"], False, ["a"]), ([], True, ["x", "y"]), (None, True, ["x", "y"])],
+)
 def test_packs_are_unloaded_by_name_or_all(
     monkeypatch: pytest.MonkeyPatch, names: list[str] | None, everything: bool, removed: list[str]
 ) -> None:
