@@ -13,6 +13,7 @@ from tunegemm.dispatch import library, unfused
 from tunegemm.dispatch.forms import ADDMM, LINEAR, MATMUL, form_of
 from tunegemm.dispatch.library import addmm_steps, block_scales, is_sum, scale_steps, takes_fp8
 
+FP8 = torch.float8_e4m3fn
 SHAPES: dict[int, list[tuple[int, ...]]] = {
     2: [(), (1,), (4,), (5,), (3, 5), (1, 5), (3, 1), (1, 1), (5, 3), (3, 4), (1, 3, 5)],
     3: [(), (5,), (3, 5), (2, 3, 5), (1, 3, 5), (2, 1, 1), (1, 1, 5), (3, 3, 5), (2, 3, 1), (2, 5, 3)],
@@ -185,3 +186,24 @@ def test_a_value_for_each_column_is_added(a: tuple[int, ...], b: tuple[int, ...]
 def test_operands_that_autocast_casts(call: int, text: str, a: int, b: int, taken: tuple[str, ...]) -> None:
     left, right = torch.empty((2,) * a), torch.empty((2,) * b)
     assert unfused.taken_operands(form_of(call, text), left, right) == taken
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "out_dtype", "rows", "taken"),
+    [
+        ("scale_tensor", FP8, torch.bfloat16, 32, ("scale_tensor",)),
+        ("scale_tensor", FP8, torch.float32, 32, ("scale_tensor",)),
+        ("scale_rowwise", FP8, torch.bfloat16, 32, ("scale_rowwise",)),
+        ("scale_rowwise", FP8, torch.float32, 32, ()),
+        ("scale_rowwise", FP8, torch.bfloat16, 24, ()), ("scale_tensor", FP8, torch.bfloat16, 24, ()),
+        ("scale_tensor", torch.int8, torch.bfloat16, 32, ()), ("relu", torch.bfloat16, None, 32, ()),
+        ("alpha", torch.bfloat16, None, 32, ("alpha",)), ("alpha", torch.bfloat16, torch.float32, 32, ()),
+        ("alpha+beta_c", torch.bfloat16, None, 32, ("alpha", "beta_c")),
+    ],
+)  # fmt: skip
+def test_steps_that_one_call_of_torch_takes(
+    text: str, dtype: torch.dtype, out_dtype: Any, rows: int, taken: tuple[str, ...]
+) -> None:
+    form = form_of(MATMUL, text, out_dtype)
+    a, b = torch.zeros(4, 32).to(dtype), torch.zeros(rows, 32).to(dtype).t()
+    assert unfused._taken(form, a, b, list(form.epilogue.steps), {}) == taken
