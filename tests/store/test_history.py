@@ -17,8 +17,8 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL, leaders
 from tunegemm.measure.outcome import Measurement
-from tunegemm.store import Database, queries
-from tunegemm.store.history import Change, changes, related, seeds
+from tunegemm.store import Database, Record, queries
+from tunegemm.store.history import Change, changes, compare, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
@@ -264,3 +264,26 @@ def test_ones_own_measurement_of_the_library_counts_before_an_imported_one(tmp_p
     assert frame["vendor_ratio"].tolist() == [pytest.approx(1.0)] and frame["ratio"].tolist() == [
         pytest.approx(1.5)
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noise", "verdict"),
+    [
+        (1.5, 1.0, 0.5, "same"), (1.5, 1.0, 0.49, "slower"), (1.0, 2.0, 0.5, "same"),
+        (1.0, 2.0, 0.49, "faster"),
+        (1.0, 1.0, 0.0, "same"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("library", ["2.13", "2.14"])
+def test_a_change_is_one_beyond_the_noise(
+    before: float, after: float, noise: float, verdict: str, library: str
+) -> None:
+    def record(ratio: float, torch: str) -> Any:
+        fingerprint = replace(FINGERPRINT, torch=torch, cuda="13.0")
+        return Record(
+            PROBLEM, KERNEL, fingerprint, noise=noise, samples_us=(12.0 / ratio,) * 8, baseline_us=(12.0,) * 8
+        )
+
+    found = compare(record(before, "2.13"), record(after, library))
+    assert (found.verdict, found.by) == (verdict, "ratio" if library == "2.13" else "time")
+    assert found.change == pytest.approx(before / after - 1)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -384,3 +385,13 @@ def test_of_a_problem_the_record_of_the_narrowest_layer_is_packed() -> None:
     same = [replace(RECORDS[0], layer=layer) for layer in layers]
     assert [each.layer for each in packing._distinct(same[2:])] == ["user"]
     assert [each.layer for each in packing._distinct(same)] == [""]
+
+
+def test_families_that_cannot_be_launched_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = {"cute_sm90": "lacks x", "triton_tma": None}
+    monkeypatch.setattr(
+        families,
+        "get",
+        lambda name: SimpleNamespace(unavailable=lambda launching: lacks[name] if launching else ""),
+    )
+    assert packing.cannot_launch(RECORDS) == {"cute_sm90": "lacks x"}
