@@ -164,13 +164,13 @@ def test_leads_are_kept_up_to_a_number(
         asked.append(problem.m)
         return "known", 0.0, 0.25, None, np.array([-1.0, 0.75])
 
-    monkeypatch.setattr(Fitted, "_asked", lambda _, *given: asked_for(*given))
+    monkeypatch.setattr(Fitted, "asked_of", lambda _, *given: asked_for(*given))
     first, second, third = (Problem(m, 64, 64) for m in (1, 2, 3))
     for problem in (first, second, first, second, third, third, first, second):
-        assert fitted._lead(problem, device, lambda *_: None) == 0.5
+        assert fitted.lead_of(problem, device, lambda *_: None) == 0.5
     assert asked == [1, 2, 3, 1, 2], "the third takes the place of both"
-    monkeypatch.setattr(Fitted, "_asked", lambda *_: ("known", 0.0, 0.25, None, np.array([])))
-    assert fitted._lead(replace(first, n=72), device, lambda *_: None) == -math.inf
+    monkeypatch.setattr(Fitted, "asked_of", lambda *_: ("known", 0.0, 0.25, None, np.array([])))
+    assert fitted.lead_of(replace(first, n=72), device, lambda *_: None) == -math.inf
 
 
 def test_ranges_of_rows_that_are_decided_as_one() -> None:
@@ -178,7 +178,7 @@ def test_ranges_of_rows_that_are_decided_as_one() -> None:
     assert predictions.ends(300) == [256, 279] and predictions.ends(255) == []
     assert predictions.ends(512) == [256, 279, 304, 332, 362, 395, 431, 470, 512]
     fitted = replace(selector_of("h200"), rows=(64, 512))
-    found = {m: fitted._between(m) for m in range(250, 520)}
+    found = {m: fitted.range_of(m) for m in range(250, 520)}
     assert [m for m, ends in found.items() if ends is None] == [*range(250, 256), *range(512, 520)]
     for m, ends in found.items():
         assert ends is None or (ends[0] <= m <= ends[1] and ends in itertools.pairwise(predictions.ends(512)))

@@ -67,7 +67,7 @@ def test_around_a_problem_are_the_nearest_first(problem: Problem, doublings: flo
 
 def test_kernels_of_other_rows_are_close_within_a_doubling() -> None:
     snapshot = snapshot_of(*(Problem(m, 64, 64) for m in (15, 16, 64, 65)), Problem(32, 128, 64))
-    found = invariance._records(snapshot, Problem(32, 64, 64), DEVICE, everywhere=False)
+    found = invariance.near_records(snapshot, Problem(32, 64, 64), DEVICE, everywhere=False)
     assert [(record.problem.m, close) for record, close in found] == [
         (16, True), (64, True), (65, False), (15, False)
     ]  # fmt: skip
@@ -79,7 +79,7 @@ def test_kernels_of_products_that_differ_in_extents_come_last(batch: int) -> Non
     snapshot = snapshot_of(Problem(32, 64, 64, batch), Problem(32, 128, 64), Problem(32, 128, 64, 3))
     found = [
         (record.problem.batch, record.problem.n, close)
-        for record, close in invariance._records(
+        for record, close in invariance.near_records(
             snapshot, Problem(32, 64, 64, batch), DEVICE, everywhere=True
         )
     ]

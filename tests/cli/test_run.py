@@ -41,12 +41,12 @@ def test_a_signal_is_for_all_if_the_witness_got_it_a_moment_ago(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(program, "time", SimpleNamespace(monotonic=lambda: 100.0))
     signals, deadlines = program.Signals(), []
-    signals._witnessed_s[15] = witnessed_s
+    signals.witnessed_s[15] = witnessed_s
     if matched_s is not None:
-        signals._matched_s[15] = matched_s
-    monkeypatch.setattr(signals, "_listen", deadlines.append)
-    assert signals._is_for_all(15) == is_for_all
-    assert signals._witnessed_s[15] == left_s
+        signals.matched_s[15] = matched_s
+    monkeypatch.setattr(signals, "listen", deadlines.append)
+    assert signals.is_for_all(15) == is_for_all
+    assert signals.witnessed_s[15] == left_s
     assert deadlines == ([] if is_for_all else [101.0])
 
 
@@ -54,10 +54,10 @@ def test_what_the_witness_wrote_is_heard_until_a_deadline() -> None:
     reading, writing = os.pipe()
     signals = program.Signals()
     with os.fdopen(reading, "rb", buffering=0) as pipe:
-        signals._witness = SimpleNamespace(stdout=pipe)  # type: ignore[assignment]
-        assert not signals._listen(time.monotonic() - 1.0)
+        signals.witness = SimpleNamespace(stdout=pipe)  # type: ignore[assignment]
+        assert not signals.listen(time.monotonic() - 1.0)
         os.write(writing, b"15 98.500000\n10 99.000000\n15 99.250000\n")
-        assert signals._listen(time.monotonic() - 1.0), "what is there is read even then"
-        assert signals._witnessed_s == {15: [98.5, 99.25], 10: [99.0]}
+        assert signals.listen(time.monotonic() - 1.0), "what is there is read even then"
+        assert signals.witnessed_s == {15: [98.5, 99.25], 10: [99.0]}
         os.close(writing)
-        assert not signals._listen(time.monotonic() + 60.0), "it was killed"
+        assert not signals.listen(time.monotonic() + 60.0), "it was killed"

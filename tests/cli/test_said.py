@@ -123,10 +123,10 @@ def test_numbers_of_gpus(
 @pytest.mark.parametrize("count", [0, 1, 5, 6])
 def test_a_leaderboard_without_rows_names_five_products(count: int) -> None:
     measured = [Problem(8 * (1 + number), 8, 8) for number in range(count)]
-    said = leaderboard._lacking(["1x2x3", "--dtype=bf16"], measured, "cute_sm90")
+    said = leaderboard.what_lacks(["1x2x3", "--dtype=bf16"], measured, "cute_sm90")
     if not count:
         assert said == "no measurements with cute_sm90 yet"
-        assert leaderboard._lacking(["1x2x3"], measured, None) == "no measurements yet"
+        assert leaderboard.what_lacks(["1x2x3"], measured, None) == "no measurements yet"
         return
     assert said.startswith("no measurement of 1x2x3 --dtype=bf16; the database has 8x8x8 bf16")
     assert said.count("x8x8") == min(count, 5) and said.endswith("and 1 more") == (count == 6)
@@ -148,13 +148,13 @@ def test_a_recordings_costliest_products(monkeypatch: pytest.MonkeyPatch, produc
     monkeypatch.setattr(
         "tunegemm.choose.snapshot.read_snapshot", lambda: SimpleNamespace(find=lambda *_: None)
     )
-    record._show_costliest(Workload(tuple(rows)))
+    record.show_costliest(Workload(tuple(rows)))
     ((title, columns),) = shown
     assert title.startswith(
-        "They, and" if products <= record._COSTLIEST else f"The {record._COSTLIEST} costliest"
+        "They, and" if products <= record.COSTLIEST else f"The {record.COSTLIEST} costliest"
     )
     assert ("by the roofline" in title) == (not timed)
-    count = min(products, record._COSTLIEST)
+    count = min(products, record.COSTLIEST)
     assert len(columns["product"]) == count and columns["record"] == ["none"] * count
     shares = [float(share) for share in columns["% of time"]]
     assert shares == sorted(shares, reverse=True)
@@ -171,7 +171,7 @@ def test_a_packs_contents_and_how_much_of_it_works(
     verdicts = [SimpleNamespace(reason="another GPU")] * refused
     monkeypatch.setattr("tunegemm.store.packing.cannot_launch", lambda records: {"triton_tma": "lacks x"})
     monkeypatch.setattr("tunegemm.store.packing.refused_here", lambda records: verdicts)
-    text = pack._describe(SimpleNamespace(records=records, objects=lambda: 2))  # type: ignore[arg-type]
+    text = pack.described(SimpleNamespace(records=records, objects=lambda: 2))  # type: ignore[arg-type]
     more = "; 2 usable on this GPU, the others not (another GPU)" if refused else ""
     assert text == "3 records of A, B, 2 kernels" + more
     assert capsys.readouterr().err == "tunegemm: triton_tma: lacks x\n"
@@ -183,13 +183,13 @@ def test_rows_left_out_are_grouped_by_their_reason(capsys: pytest.CaptureFixture
         "row 1: no 7",
         "row 2: no 8",
         "row 3: other",
-        *(f"kind {'x' * n}" for n in range(1, db._NAMED + 1)),
+        *(f"kind {'x' * n}" for n in range(1, db.NAMED + 1)),
     ]
-    db._name_skipped(lines)
+    db.name_skipped(lines)
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first == "left out: row 1: no 7 (and 1 more like it)"
     assert last == "left out: 2 more"
-    db._name_skipped(lines[2:3])
+    db.name_skipped(lines[2:3])
     assert capsys.readouterr().err == "left out: row 3: other\n"
 
 
@@ -329,7 +329,7 @@ def test_a_hash_is_of_one_pack(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: int, sha256: str | None, says: str
 ) -> None:
     loaded: list[str | None] = []
-    monkeypatch.setattr(pack, "_describe", lambda loaded: "")
+    monkeypatch.setattr(pack, "described", lambda loaded: "")
     monkeypatch.setattr(
         "tunegemm.store.packs.install",
         lambda file, sha256: loaded.append(sha256) or SimpleNamespace(name=str(file)),

@@ -235,14 +235,6 @@ def test_keys_of_what_is_ready_are_those_of_both_stores(store: ArtifactStore) ->
     assert [*Ready().each_key()] == []
 
 
-def test_all_workers_are_started_once(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = CompilePool(store, workers=3, families_module=PLANTED)
-    monkeypatch.setattr(pool, "_new_worker", lambda: type("Worker", (), {"process": object()})())
-    for _ in range(2):
-        pool.start()
-        assert len(pool.processes()) == pool._idle.qsize() == 3
-
-
 def test_workers_are_at_least_one_and_at_most_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= default_workers() <= len(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))

@@ -11,7 +11,7 @@ import pytest
 from tests.support.planted.triton_kernels import copy_tile, scale_row
 from tunegemm.compile import triton_object
 from tunegemm.compile.ptxas import Resources
-from tunegemm.compile.triton_object import FORMAT, Header, _first_error, _parameters, build, read_object
+from tunegemm.compile.triton_object import FORMAT, Header, build, first_error, parameters_of, read_object
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import triton_launch
 
@@ -147,15 +147,15 @@ def test_types_of_parameters_are_read_from_the_ptx() -> None:
       .param .align 64 .b8 a[128], .param .align 8 .b8 b[64], .param .u32 c, .param .u64 d,
       .param .u64 .ptr .global .align 16 e, .param .f32 g
     )"""
-    assert _parameters(ptx) == ("tensor_map", "bytes", "i32", "i64", "pointer", ".f32")
-    assert _parameters("nothing") == ()
+    assert parameters_of(ptx) == ("tensor_map", "bytes", "i32", "i64", "pointer", ".f32")
+    assert parameters_of("nothing") == ()
 
 
 def test_the_first_complaint_is_ptxass() -> None:
     log = "a.py:3: error: first\nno terror\nptxas fatal : second\n"
-    assert _first_error(log) == "ptxas fatal : second"
-    assert _first_error(log.replace("fatal", "word")) == "error: first"
-    assert _first_error("terrors\n") == ""
+    assert first_error(log) == "ptxas fatal : second"
+    assert first_error(log.replace("fatal", "word")) == "error: first"
+    assert first_error("terrors\n") == ""
 
 
 @pytest.mark.parametrize(("spills", "limits"), [(0, [None]), (8, [None, 168])])

@@ -130,27 +130,3 @@ def test_tuned_problems_have_a_plan_with_a_record(
     planner.state.plans["a key"] = SimpleNamespace(problem=problem, record=record)  # type: ignore[index, assignment]
     planner.state.plans["another"] = None  # type: ignore[index]
     assert planner.tuned() == ([(1, 2)] if is_tuned else [])
-
-
-@pytest.mark.parametrize(
-    ("extents", "has_device", "mode", "near"), [(True, True, "on", True), (True, True, "exact", False),
-     (False, True, "on", None), (True, False, "on", None)],
-)  # fmt: skip
-def test_records_of_groups_are_near_unless_exact_ones_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-    planner: Planner,
-    extents: bool,
-    has_device: bool,
-    mode: str,
-    near: bool | None,
-) -> None:
-    snapshot = SimpleNamespace(extents=lambda problem: frozenset({1} if extents else ()), warnings=())
-    device = SimpleNamespace(fingerprint="here") if has_device else None
-    monkeypatch.setattr(planner, "_records", lambda state, name: snapshot)
-    monkeypatch.setattr(planner, "_find_device", lambda index, name: device)
-    monkeypatch.setattr(Planner, "mode", mode)
-    monkeypatch.setattr(
-        "tunegemm.choose.selection.recorded", lambda *given, **words: (*given[1:], words["near"])
-    )
-    found = planner.recorded_groups("a problem", 0)  # type: ignore[arg-type]
-    assert found == (None if near is None else ("a problem", "here", near))

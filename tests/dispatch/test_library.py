@@ -130,7 +130,7 @@ def test_operators_say_which_scales_are_of_blocks() -> None:
 )  # fmt: skip
 def test_scales_that_torch_has_on_a_gpu(text: str, out_dtype: Any, on_cpu: bool, on_gpu: bool) -> None:
     given: Any = [SimpleNamespace(is_cuda=is_cuda) for is_cuda in (False, True)]
-    assert [library._has_scales(text, a, out_dtype) for a in given] == [on_cpu, on_gpu]
+    assert [library.has_scales(text, a, out_dtype) for a in given] == [on_cpu, on_gpu]
 
 
 class OnGpu(torch.Tensor):
@@ -152,11 +152,11 @@ def test_int8_products_of_few_rows_are_padded_on_a_gpu(
         seen.append(a.shape[0])
         return multiply(a.as_subclass(torch.Tensor), b)
 
-    monkeypatch.setattr(torch, "_int_mm", of_int8)
+    monkeypatch.setattr("torch._int_mm", of_int8)
     a, b = torch.randint(-9, 9, (rows, 8), dtype=torch.int8), torch.randint(-9, 9, (8, 16), dtype=torch.int8)
     expected = a.int() @ b.int()
     for operand, shown in ((a, rows), (a.as_subclass(OnGpu), padded)):
-        assert torch.equal(unfused._of_int8(operand, b), expected) and seen.pop() == shown
+        assert torch.equal(unfused.of_int8(operand, b), expected) and seen.pop() == shown
 
 
 @pytest.mark.parametrize("out", [False, True])
@@ -206,4 +206,4 @@ def test_steps_that_one_call_of_torch_takes(
 ) -> None:
     form = form_of(MATMUL, text, out_dtype)
     a, b = torch.zeros(4, 32).to(dtype), torch.zeros(rows, 32).to(dtype).t()
-    assert unfused._taken(form, a, b, list(form.epilogue.steps), {}) == taken
+    assert unfused.steps_taken(form, a, b, list(form.epilogue.steps), {}) == taken

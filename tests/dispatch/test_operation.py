@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from tunegemm.dispatch.operation import Operation
 from tunegemm.errors import DeviceError, OperationError, SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import ALGORITHM_PARAMETERS, FAMILY, TORCH_MM
-from tunegemm.generate.workspace import Workspace
 from tunegemm.store.shipped import read_shipped
 
 PROBLEM = Problem.parse("512x512x65536")
@@ -214,77 +211,3 @@ def test_without_a_workspace_memory_is_taken_where_the_kernel_needs_it(
     monkeypatch.setattr(operation, "compile", lambda: None)
     operation.initialize()
     assert loaded == [memory] and Memory.done == [None, "of stream 7"] * needs
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU, at an address."""
-
-    place, address = torch.device("cuda", 0), 0
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.place
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "place", "address", "strided", "says"),
-    [
-        (64, "cuda:0", 512, False, ""), (65, "cuda:0", 512, False, ""),
-        (63, "cuda:0", 512, False, "of 63 B; .* needs 64 B"),
-        (64, "cpu", 512, False, "workspace on cpu"), (64, "cuda:1", 512, False, "workspace on cuda:1"),
-        (64, "cuda:0", 384, False, "at 0x180, not a multiple of 256"),
-        (64, "cuda:0", 512, True, "workspace with strides"),
-    ],
-)  # fmt: skip
-def test_a_lent_workspace_is_large_enough_and_aligned_on_the_device(
-    gpu: Device, num_bytes: int, place: str, address: int, strided: bool, says: str
-) -> None:
-    tensor = torch.zeros(2 * num_bytes if strided else num_bytes, dtype=torch.uint8)[:: 2 if strided else 1]
-    lent = tensor.as_subclass(OnGpu)
-    lent.place, lent.address = torch.device(place), address
-    operation = Operation(PROBLEM, HOPPER, gpu)
-    memory = Workspace(48, 16, 0)
-    if says:
-        with pytest.raises(OperationError, match=says):
-            operation._lent(lent, memory)
-    else:
-        assert operation._lent(lent, memory).numel() == 64
-    with pytest.raises(OperationError, match="workspace 7 is not a tensor"):
-        operation._lent(7, memory)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("stream", "current", "entered"),
-    [
-        (None, 0, None),
-        (None, 1, ("device", 0)),
-        (7, 0, ("stream", ("external", 7, 0))),
-        ("of 1", 0, "stream of cuda:1"),
-    ],
-)
-def test_a_launch_is_on_its_stream_and_device(
-    monkeypatch: pytest.MonkeyPatch, gpu: Device, stream: Any, current: int, entered: Any
-) -> None:
-    def external(handle: int, device: int) -> Any:
-        made = ("external", handle, device)
-        return type("Stream", (tuple,), {"device": torch.device("cuda", device)})(made)
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: ("device", index))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: ("stream", tuple(stream)))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
-    operation = Operation(PROBLEM, HOPPER, gpu)
-    if stream == "of 1":
-        with pytest.raises(OperationError, match="stream of cuda:1"):
-            operation._on(external(3, 1))
-        assert operation._on(external(3, 0)) == ("stream", ("external", 3, 0))
-    elif entered is None:
-        assert isinstance(operation._on(stream), nullcontext)
-    else:
-        assert operation._on(stream) == entered
-    assert str(operation).endswith("on cuda:0, not initialized")
-    operation._launch = print
-    assert str(operation).endswith("on cuda:0, initialized")

@@ -64,8 +64,8 @@ def fp8(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     plant("vllm.platforms", PlatformEnum=SimpleNamespace(CUDA="cuda"), current_platform=platform)
     plant("vllm", _custom_ops=SimpleNamespace(cutlass_scaled_mm=lambda a, b, **words: words), envs=envs)
     plant(f"{LAYERS}.quantization.utils", replace_parameter=setattr)
-    vllm._fp8()
-    vllm._fp8()
+    vllm.fp8_layers()
+    vllm.fp8_layers()
     return SimpleNamespace(kernels=kernels, envs=envs, platform=platform)
 
 
@@ -75,7 +75,7 @@ def test_fp8_kernels_have_ours_once_and_first(fp8: Any, plant: Plant) -> None:
     assert common.own["vllm_fp8"](None, None, 2, 3, 4, 1) == words  # type: ignore[arg-type]
     plant(LINEAR, _POSSIBLE_FP8_KERNELS={"cuda": None})
     with pytest.raises(common.Misfit, match="no fp8 kernels"):
-        vllm._fp8()
+        vllm.fp8_layers()
 
 
 def test_hopper_alone_is_supported(fp8: Any) -> None:
@@ -140,10 +140,10 @@ def test_the_compile_caches_key_gets_our_facts_once(
             pass
 
     plant("vllm.config.vllm", VllmConfig=Config)
-    vllm._configuration(gates=gates)
+    vllm.configuration(gates=gates)
     config = Config()
     config.__post_init__()
-    facts = vllm._facts(config)
+    facts = vllm.facts_of(config)
     if not gets:
         assert config.additional_config == before and facts == {}
         return
@@ -162,12 +162,12 @@ def test_the_first_rank_says_what_is_served(
     plant("vllm", __version__="0.30.0")
     limits = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=300))
     worker = SimpleNamespace(get_model=lambda: None)
-    vllm._report(SimpleNamespace(vllm_config=limits, worker=worker, rpc_rank=rank))
+    vllm.report(SimpleNamespace(vllm_config=limits, worker=worker, rpc_rank=rank))
     plant("sglang", __version__="0.5.23")
     plant("sglang.srt.runtime_context", get_parallel=lambda: SimpleNamespace(tp_rank=rank))
     for size in (1, 0, -1, None):
         sizes = SimpleNamespace(chunked_prefill_size=size)
-        sglang._report(SimpleNamespace(server_args=sizes, model=None))
+        sglang.report(SimpleNamespace(server_args=sizes, model=None))
     assert seen == [300, 1, 8192, 8192, 8192]
     assert len(caplog.messages) == (0 if rank else 5)
     if not rank:
@@ -199,16 +199,16 @@ def test_sglangs_layers_keep_what_the_user_chose(
         "sglang.srt.layers.quantization.unquant", UnquantizedLinearMethod=Method,
         get_bf16_gemm_backend=lambda: chosen, is_batch_invariant_mode_enabled=lambda: mode,
     )  # fmt: skip
-    monkeypatch.setattr(sglang, "_hooked", set())
+    monkeypatch.setattr(sglang, "hooked", set())
     monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(extension, "policy", lambda: SimpleNamespace(is_batch_invariant=policy))
     monkeypatch.setattr(sglang.functions, "linear", lambda *_: "ours")
-    sglang._sixteen_bits()
+    sglang.sixteen_bits()
     (hook,) = hooks.values()
     layer = SimpleNamespace(weight=torch.empty(8, 8, dtype=dtype))
     assert hook(lambda *_: "theirs", None, layer, torch.empty(2, 8, dtype=dtype)) == by
     hooks.clear()
-    sglang._sixteen_bits()
+    sglang.sixteen_bits()
     assert not hooks, "once"
 
 
@@ -217,7 +217,7 @@ def test_sglangs_fp8_product_is_ours_on_its_devices(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sglang.torch.ops, "tunegemm", ours, raising=False)
     for device, by in (("cuda", "theirs"), ("cpu", "ours")):
         monkeypatch.setattr(ops, "DEVICE_TYPE", device)
-        assert sglang._scaled_mm(lambda *_: "theirs", torch.empty(2, 8), *[None] * 3, BF16) == by  # type: ignore[arg-type]
+        assert sglang.scaled_mm(lambda *_: "theirs", torch.empty(2, 8), *[None] * 3, BF16) == by  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -225,16 +225,16 @@ def test_sglangs_processes_that_compute_say_so(
     plant: Plant, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, computes: bool
 ) -> None:
     around: list[str] = []
-    monkeypatch.setattr(sglang, "_around", lambda target, *_: around.append(target))
-    monkeypatch.setenv(sglang._RECORDS, "")
-    monkeypatch.delenv(sglang._RECORDS)  # and again behind the test
+    monkeypatch.setattr(sglang, "around", lambda target, *_: around.append(target))
+    monkeypatch.setenv(sglang.RECORDS, "")
+    monkeypatch.delenv(sglang.RECORDS)  # and again behind the test
     if computes:
-        plant(sglang._SCHEDULER)
-    sglang._start()
-    assert os.environ[sglang._RECORDS] == common.records() and not caplog.messages
-    assert around == [f"{sglang._RUNNER}.ModelRunner.load_model"] * computes
-    monkeypatch.setenv(sglang._RECORDS, "others")
-    sglang._start()
+        plant(sglang.SCHEDULER)
+    sglang.start_line()
+    assert os.environ[sglang.RECORDS] == common.records() and not caplog.messages
+    assert around == [f"{sglang.RUNNER}.ModelRunner.load_model"] * computes
+    monkeypatch.setenv(sglang.RECORDS, "others")
+    sglang.start_line()
     assert len(caplog.messages) == 1 and "others" in caplog.messages[0]
 
 
@@ -280,7 +280,7 @@ def test_transformers_default_gate_has_a_name(activation: Any, name: str) -> Non
 
 
 def test_another_gate_is_ours_if_it_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "_equal", {})
+    monkeypatch.setattr(transformers, "equal_gates", {})
     ours = Gate(1.5, 3.0)
     assert transformers.activation_of(gated_by(None, 3.0, 1.5, own=ours), None) == ours
     for layer in (
@@ -290,7 +290,7 @@ def test_another_gate_is_ours_if_it_computes_the_same(monkeypatch: pytest.Monkey
         assert transformers.activation_of(layer, None) == layer._apply_gate
     plain = Gate(1.0, 3.0)
     assert transformers.activation_of(gated_by(None, 3, own=plain), None) == plain, "alpha is 1 by default"
-    kept = {gate for _, gate in transformers._equal}
+    kept = {gate for _, gate in transformers.equal_gates}
     assert kept == {ours, plain, Gate(1.25, 3.0)}
 
 

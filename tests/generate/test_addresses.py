@@ -68,7 +68,7 @@ def test_parameters_lie_at_multiples_of_their_sizes() -> None:
     header = Header(
         "3", "f", 128, 0, (Argument("n", "i32"), Argument("x", "tensor_map", MAP), Argument("p", "i64"))
     )
-    layout, offsets = triton_launch._layout(header.parameters)
+    layout, offsets = triton_launch.layout_of(header.parameters)
     sizes = {"i32": 4, "i64": 8, "pointer": 8, "tensor_map": 128}
     end = 0
     for kind, offset in zip(header.parameters, offsets, strict=True):
@@ -111,9 +111,10 @@ def test_a_launch_makes_a_context_where_there_is_none(
         return (results[answers[len(launched) - 1]],)
 
     monkeypatch.setattr(triton_launch, "ensure_context", lambda index: has_context)
-    kernel = triton_launch.Kernel.__new__(triton_launch.Kernel)
-    kernel.header, kernel._function, kernel._index = Header("3", "f", 256, 99, ()), "function", 0
-    kernel._launch, kernel._success = launch, results["SUCCESS"]
+    driver = SimpleNamespace(cuLaunchKernel=launch, CUresult=SimpleNamespace(CUDA_SUCCESS=results["SUCCESS"]))
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=SimpleNamespace(driver=driver)))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))  # type: ignore[arg-type]
+    kernel = triton_launch.Kernel(Header("3", "f", 256, 99, ()), "function", 0)
     arguments: Any = SimpleNamespace(address=5)
     if raised:
         with pytest.raises(RuntimeError, match=f"cuLaunchKernel: .*{raised}"):
@@ -202,11 +203,8 @@ def test_a_kernel_of_vectors_gets_its_order_and_grid(
     monkeypatch.setattr(cute_launch, "load_launch", load)
     launch = {"split_k": 3, "ctas": "tiles"} | ({"raster_order": raster, "swizzle_size": 4} if raster else {})
     chosen = Candidate.make("planted", TILE | {"vector_bytes": 8}, launch)
-    launcher: Any = cute_launch.vector_launcher(Problem(64, 64, 64), chosen, h200, Path(), None)
+    cute_launch.vector_launcher(Problem(64, 64, 64), chosen, h200, Path(), None)
     assert seen == [(((64, 64, 64, 1), (*order, 6, 3)), {"unit_bytes": (8, 2)})]
-    assert launcher._read_words is None
-    fused = Problem(64, 64, 64, epilogue="bias_n")
-    assert cute_launch.vector_launcher(fused, chosen, h200, Path(), None)._read_words is not None  # type: ignore[attr-defined]
 
 
 class Driver:
@@ -246,10 +244,10 @@ def test_a_map_is_encoded_once_and_small_ones_are_mended_for_old_drivers(
     driver = Driver()
     monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=SimpleNamespace(driver=driver)))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))  # type: ignore[arg-type]
-    monkeypatch.setattr(triton_launch, "_call", driver.call)
-    monkeypatch.setattr(triton_launch, "_encoded", {})
-    monkeypatch.setattr(triton_launch, "_driver_version", lambda: version)
-    monkeypatch.setattr(triton_launch, "_MAX_KEPT", 2)
+    monkeypatch.setattr(triton_launch, "call_driver", driver.call)
+    monkeypatch.setattr(triton_launch, "encoded_maps", {})
+    monkeypatch.setattr(triton_launch, "driver_version", lambda: version)
+    monkeypatch.setattr(triton_launch, "MAX_KEPT", 2)
     extents, strides = (1, rows, 64), (rows * apart, apart, 1)
     found = [triton_launch.encode(MAP, (address, extents, strides)) for address in (1 << 40, 1 << 41)]
     assert [int.from_bytes(each[:8], "little") for each in found] == [1 << 40, 1 << 41]
@@ -260,14 +258,14 @@ def test_a_map_is_encoded_once_and_small_ones_are_mended_for_old_drivers(
     assert bytes_apart == [2 * apart, 2 * rows * apart]
     for extent in (2, 3, 3):
         triton_launch.encode(MAP, (0, (extent, rows, 64), strides))
-    assert len(triton_launch._encoded) <= 2 and len(driver.encoded) == 3
+    assert len(triton_launch.encoded_maps) <= 2 and len(driver.encoded) == 3
 
 
 def test_equal_objects_are_loaded_once_for_each_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loaded: list[tuple[bytes, int]] = []
-    monkeypatch.setattr(triton_launch, "_loaded", {})
+    monkeypatch.setattr(triton_launch, "loaded_kernels", {})
     monkeypatch.setattr(
-        triton_launch, "_load", lambda content, index: loaded.append((content, index)) or len(loaded)
+        triton_launch, "load_content", lambda content, index: loaded.append((content, index)) or len(loaded)
     )
     for name, content in (("a", b"one"), ("b", b"one"), ("c", b"two")):
         (tmp_path / name).write_bytes(content)

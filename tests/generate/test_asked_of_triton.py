@@ -84,8 +84,8 @@ def test_boxes_have_the_contiguous_extent_last(asked: Any, name: str, layout: st
     ("rows", "columns", "swizzle"), [(8, 64, 128), (8, 32, 64), (8, 16, 32), (8, 8, 0), (64, 96, 64)]
 )
 def test_the_widest_swizzle_that_a_line_takes(rows: int, columns: int, swizzle: int) -> None:
-    assert f"swizzle_byte_width={swizzle}," in gluon_wgmma._tensor_map("bf16", rows, columns, True)
-    assert f"[1, {columns}, {rows}]" in gluon_wgmma._tensor_map("bf16", rows, columns, False)
+    assert f"swizzle_byte_width={swizzle}," in gluon_wgmma.tensor_map_of("bf16", rows, columns, True)
+    assert f"[1, {columns}, {rows}]" in gluon_wgmma.tensor_map_of("bf16", rows, columns, False)
 
 
 @pytest.mark.parametrize(

@@ -307,14 +307,14 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int, int], tuple
 
     monkeypatch.setattr(library, "Plan", lambda *_: None)
     monkeypatch.setattr(binding, "algorithm_ids", lambda *_: [3, 5])
-    monkeypatch.setattr(library, "_initial", lambda index, problem, number: Algorithm(number))
+    monkeypatch.setattr(library, "initial", lambda index, problem, number: Algorithm(number))
     monkeypatch.setattr(binding, "listed", lambda algorithm, name: [1, 2, 9])
     monkeypatch.setattr(
         binding, "write", lambda algorithm, name, number: algorithm.given.__setitem__(name, number)
     )
-    monkeypatch.setattr(library, "_check", check)
+    monkeypatch.setattr(library, "check_for", check)
     monkeypatch.setattr(library, "candidate_of", candidate_of)
-    monkeypatch.setattr(library, "_is_whole", lambda index, problem, plan, candidate: True)
+    monkeypatch.setattr(library, "is_whole", lambda index, problem, plan, candidate: True)
     return results
 
 
@@ -371,7 +371,7 @@ def test_a_librarys_launch_makes_a_context_where_there_is_none(
         descriptors=[ctypes.c_void_p(number) for number in range(1, 6)], added=ctypes.c_void_p
     )
     monkeypatch.setattr(library, "Plan", lambda *_: plan)
-    monkeypatch.setattr(library, "_checked", lambda *_: binding.Algorithm())
+    monkeypatch.setattr(library, "rebuilt", lambda *_: binding.Algorithm())
     monkeypatch.setattr(library, "ensure_context", lambda index: has_context)
     monkeypatch.setattr(binding, "handle", lambda index: ctypes.c_void_p(9))
     monkeypatch.setattr(binding, "library", lambda: SimpleNamespace(cublasLtMatmul=matmul))

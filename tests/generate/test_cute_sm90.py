@@ -308,7 +308,7 @@ def test_clusters_of_a_gpc_have_a_block_of_the_swizzle(
         return [*range(8)] * 8
 
     monkeypatch.setattr(Device, "gpcs_of_clusters", gpcs)
-    monkeypatch.setattr(cute_sm90, "_table", lambda places, index: SimpleNamespace(data_ptr=lambda: 7))
+    monkeypatch.setattr(cute_sm90, "table_of", lambda places, index: SimpleNamespace(data_ptr=lambda: 7))
     chosen = candidate(cluster_m=cluster[0], cluster_n=cluster[1], tile_n=256)
     chosen = chosen.with_launch(
         **dict(zip(("raster_order", "swizzle_size", "cluster_order"), launch, strict=True))

@@ -181,7 +181,7 @@ def test_batch_entries_are_in_units_apart(step: int, reads: int | None) -> None:
 def test_launches_of_other_strides_are_made_once_and_kept_up_to_a_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launching, "_MAX_MADE", 2)
+    monkeypatch.setattr(launching, "MAX_MADE", 2)
     made: list[int] = []
     launched: list[tuple[int, ...]] = []
 

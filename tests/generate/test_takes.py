@@ -191,12 +191,15 @@ def test_lines_of_an_operand_are_apart_and_in_units(
     place = takes.Place("x", tensor, "bfloat16", shape, order, **words)
     found = place.objection(torch.device("cpu"))
     assert says in found and bool(says) == bool(found)
-    for other in (place._replace(dtype="float16"), place._replace(shape=(*shape[:-1], shape[-1] + 1))):
+    other_shape = *shape[:-1], shape[-1] + 1
+    for other in (
+        takes.Place("x", tensor, "float16", shape, order, **words),
+        takes.Place("x", tensor, "bfloat16", other_shape, order, **words),
+    ):
         assert other.objection(torch.device("cpu")).startswith(f"x is {shape} torch.bfloat16 on cpu, not ")
     assert "not" in place.objection(torch.device("meta"))
-    assert takes.first_objection([place._replace(name="y"), place], torch.device("cpu")) == (
-        found.replace("x ", "y ", 1)
-    )
+    again = takes.Place("y", tensor, "bfloat16", shape, order, **words)
+    assert takes.first_objection([again, place], torch.device("cpu")) == (found.replace("x ", "y ", 1))
 
 
 def test_extents_are_from_one_to_31_bits() -> None:

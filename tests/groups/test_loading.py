@@ -46,7 +46,7 @@ def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
     monkeypatch.setattr(grouped.routing, "few", lambda config, index: ("few", config, index))
     monkeypatch.setattr(grouped, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or nullcontext())
-    kernel = grouped.Groups()._load_compiled(choice, 0)
+    kernel = grouped.Groups().load_compiled(choice, 0)
     if is_few:
         assert kernel == ("few", CONFIG, 0)
         return
@@ -54,7 +54,7 @@ def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
     kernel("a", "b")("c")
     assert bound == [words, ("c",)] and entered == ([] if current == 0 else [0])
     monkeypatch.setattr(extension, "loaded", lambda *_: None)
-    assert grouped.Groups()._load_compiled(choice, 0) is None
+    assert grouped.Groups().load_compiled(choice, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,6 @@ def test_a_kernel_of_routing_is_loaded_once_it_is_compiled(
     )
     if loads is None:
         with pytest.raises(ArtifactError, match="no Hopper"):
-            routing._load("gate", 0)
+            routing.load_compiled("gate", 0)
     else:
-        assert routing._load("gate", 0) == (("a.o", 0) if loads else None)
+        assert routing.load_compiled("gate", 0) == (("a.o", 0) if loads else None)

@@ -71,7 +71,7 @@ ROOM = torch.zeros(32 * 64 + 8).to(BF16)
     ],
 )  # fmt: skip
 def test_why_no_kernel_serves_a_call(call: GroupedCall, changes: dict[str, Any], says: str) -> None:
-    found = replace(call, **changes)._refusal()
+    found = replace(call, **changes).kind(RESULT).refusal
     assert says in found and bool(says) == bool(found)
 
 

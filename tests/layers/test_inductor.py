@@ -83,11 +83,11 @@ def test_caches_may_pickle_it() -> None:
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_which_matches_inductor_calls_by_a_function(monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
-    monkeypatch.setattr(graph_pass, "_pays", lambda *_: pays)
+    monkeypatch.setattr(graph_pass, "pays", lambda *_: pays)
 
     def served(kind: str, operands: int, *words: Any) -> bool:
         match = Match(kind, (), (None,) * operands, print, words)  # type: ignore[arg-type]
-        return graph_pass._function_of(match, ()) is not None
+        return graph_pass.function_of(match, ()) is not None
 
     assert served("linear", 2)
     assert [served("chain", 2, "silu", False, residual) for residual in (False, True)] == [True, False]
@@ -109,7 +109,7 @@ def test_a_gate_pays_for_as_many_rows_as_were_traced(
     )
     match = Match("gate", (), (None,) * 3, print, ("silu",))  # type: ignore[arg-type]
     with config.patch(cpp_wrapper=wrapper):
-        assert graph_pass._pays(match, (96, 64, 64, torch.bfloat16, torch.device("cpu"))) == pays
+        assert graph_pass.pays(match, (96, 64, 64, torch.bfloat16, torch.device("cpu"))) == pays
     assert asked == [(6, (96, 96), 64, torch.bfloat16, "a GPU", {"gate": "swiglu"})]
 
 

@@ -85,13 +85,13 @@ def test_a_launch_that_fails_is_torchs_but_in_a_capture_raises(monkeypatch: pyte
 
 def test_a_librarys_algorithm_is_launched_in_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of([])
-    assert not sites._is_library(plan)
+    assert not sites.is_library(plan)
     for family, is_library in (("cublaslt", True), ("cute_sm90", False)):
         plan.record = SimpleNamespace(candidate=SimpleNamespace(family=family))
-        assert sites._is_library(plan) == is_library
+        assert sites.is_library(plan) == is_library
     for capturing in (True, False):
         monkeypatch.setattr(sites, "capturing", lambda device, capturing=capturing: capturing)
-        assert sites._captured(lambda x: "launched", X) == ("launched" if capturing else None)
+        assert sites.captured(lambda x: "launched", X) == ("launched" if capturing else None)
 
 
 @pytest.mark.parametrize(
@@ -134,19 +134,19 @@ def test_which_products_of_several_weights_have_a_kernel(
     ],
 )  # fmt: skip
 def test_functions_that_only_compute(target: Any, computes: bool) -> None:
-    assert graph._only_computes(target) == computes
+    assert graph.only_computes(target) == computes
 
 
 def test_the_pass_waits_for_inductor_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[bool] = []
-    monkeypatch.setattr(inductor, "_set", lambda: done.append(True))
+    monkeypatch.setattr(inductor, "set_pass", lambda: done.append(True))
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.delitem(sys.modules, inductor._CONFIG, raising=False)
+    monkeypatch.delitem(sys.modules, inductor.CONFIG, raising=False)
     others = len(sys.meta_path)
     for _ in range(2):
         inductor.install()
-        assert len(sys.meta_path) == others + 1 and getattr(sys.meta_path[0], "name", "") == inductor._CONFIG
+        assert len(sys.meta_path) == others + 1 and getattr(sys.meta_path[0], "name", "") == inductor.CONFIG
     assert done == []
-    monkeypatch.setitem(sys.modules, inductor._CONFIG, SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, inductor.CONFIG, SimpleNamespace())  # type: ignore[arg-type]
     inductor.install()
     assert done == [True] and len(sys.meta_path) == others + 1

@@ -13,7 +13,7 @@ import pytest
 
 from tunegemm.errors import MeasureError
 from tunegemm.measure import race as own
-from tunegemm.measure.race import SteadyState, _groups, is_in_doubt, leads, race, steady_race
+from tunegemm.measure.race import SteadyState, groups_of, is_in_doubt, leads, race, steady_race
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, SCREEN, RaceSettings
 
 
@@ -358,7 +358,7 @@ def test_a_lead_between_two_limits_is_in_doubt(doubt: tuple[float, ...], own: fl
 
 def test_groups_are_few_and_of_about_equal_size() -> None:
     for count, most in itertools.product(range(1, 20), range(1, 7)):
-        groups = _groups(range(count), most)
+        groups = groups_of(range(count), most)
         sizes = list(map(len, groups))
         assert [item for group in groups for item in group] == list(range(count))
         assert len(groups) == math.ceil(count / most) and max(sizes) - min(sizes) <= 1 and max(sizes) <= most

@@ -17,8 +17,8 @@ from tunegemm.report.contents import (
     Contents,
     FailureGroup,
     Winner,
-    _check_shapes,
-    _grouped,
+    check_shapes,
+    grouped,
     named_device,
     steady_record,
 )
@@ -96,19 +96,19 @@ def test_a_device_is_named_by_a_part_that_only_it_has() -> None:
 @pytest.mark.parametrize("count", [8, 9])
 def test_eight_shapes_are_named(count: int) -> None:
     problems = [Problem(8 * (1 + number), 8, 8) for number in range(count)]
-    _check_shapes(["8x8x8"], problems, "here")
+    check_shapes(["8x8x8"], problems, "here")
     with pytest.raises(TunegemmError, match="here has no record of 9x9x9; it has ") as raised:
-        _check_shapes(["9x9x9"], problems, "here")
+        check_shapes(["9x9x9"], problems, "here")
     assert str(raised.value).count("x8x8") == 8
     assert str(raised.value).endswith(" and 1 more") == (count == 9)
     with pytest.raises(TunegemmError, match="here has no record; run"):
-        _check_shapes([], [], "here")
+        check_shapes([], [], "here")
 
 
 def test_failures_that_differ_in_numbers_are_one_group() -> None:
     rows = [("a", "load", "needs 5 B", 2), ("b", "load", "needs 7.5 B", 3), ("a", "load", "no", 5),
             ("a", "launch", "needs 5 B", 9)]  # fmt: skip
-    assert _grouped(rows) == (
+    assert grouped(rows) == (
         FailureGroup("launch", "needs 5 B", ("a",), 9),
         FailureGroup("load", "needs 5 B", ("a", "b"), 5),
         FailureGroup("load", "no", ("a",), 5),

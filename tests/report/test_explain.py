@@ -247,5 +247,5 @@ def test_operands_that_do_not_fit_are_said(a: tuple[int, ...], b: tuple[int, ...
     ("text", "value"), [("true", True), ("False", False), ("12", 12), ("-3", -3), ("a", "a")]
 )
 def test_values_of_a_candidate_are_read(text: str, value: int | str | bool) -> None:
-    found = explain._value(text)
+    found = explain.parsed_value(text)
     assert found == value and type(found) is type(value)

@@ -383,8 +383,8 @@ def test_of_a_problem_the_record_of_the_narrowest_layer_is_packed() -> None:
     """A database that is opened by name is narrower than every layer."""
     layers = ["project", "", "system", "user", "pack"]
     same = [replace(RECORDS[0], layer=layer) for layer in layers]
-    assert [each.layer for each in packing._distinct(same[2:])] == ["user"]
-    assert [each.layer for each in packing._distinct(same)] == [""]
+    assert [each.layer for each in packing.distinct(same[2:])] == ["user"]
+    assert [each.layer for each in packing.distinct(same)] == [""]
 
 
 def test_families_that_cannot_be_launched_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

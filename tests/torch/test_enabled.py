@@ -121,7 +121,7 @@ def test_what_a_call_saves(
     tuned = [(Problem(32, 48, 64, batch), SimpleNamespace(median_us=8.0, ratio=ratio))]
     planner = SimpleNamespace(tuned=lambda: tuned)
     monkeypatch.setattr(enabled.api, "dispatcher", SimpleNamespace(planner=planner))
-    found = enabled._gains()
+    found = enabled.gains_by_place()
     lead = (batch,) if batch > 1 else ()
     assert found == {((*lead, 32, 64), (*lead, 64, 48), "bf16"): gain for gain in gains}
 
@@ -238,6 +238,6 @@ def test_the_function_is_called_when_a_module_is_imported_and_once(
 def test_places_of_products_name_dtypes_as_problems_do() -> None:
     shapes = torch.Size((3, 4)), torch.Size((4, 5))
     names = {
-        dtype: enabled._place(*shapes, dtype)[2] for dtype in (torch.float32, torch.bfloat16, torch.uint8)
+        dtype: enabled.place_of(*shapes, dtype)[2] for dtype in (torch.float32, torch.bfloat16, torch.uint8)
     }
     assert names == {torch.float32: "tf32", torch.bfloat16: "bf16", torch.uint8: "torch.uint8"}

@@ -44,7 +44,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 def traced(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """What is traced while torch.compile looks."""
     calls: Asked = []
-    monkeypatch.setattr(functions, "_is_compiling", lambda: True)
+    monkeypatch.setattr(functions, "compiling_now", lambda: True)
     for name in ("traced_matmul", "traced_linear", "traced_fused"):
         monkeypatch.setattr(ops, name, lambda *given, name=name: calls.append((name, *given)) or name)
     return calls
@@ -242,11 +242,11 @@ def test_a_linear_layer_that_tracers_do_not_look_into_is_a_node(
     tracer.root, tracer.graph = torch.nn.Sequential(layer), torch.fx.Graph()
     tracer.submodule_paths = {module: name for name, module in tracer.root.named_modules()}
     proxy = tracer.proxy(tracer.graph.placeholder("x"))
-    node = linear._module_node(layer, proxy)
+    node = linear.module_node(layer, proxy)
     assert (node is not None) == is_module
     if is_module:
         assert (node.node.op, node.node.target, node.node.args) == ("call_module", "0", (proxy.node,))
-    assert linear._module_node(layer, A) is None
+    assert linear.module_node(layer, A) is None
 
 
 class Extents:
@@ -261,7 +261,7 @@ class Extents:
 )  # fmt: skip
 def test_extents_of_int8_that_a_gpu_takes(rows: int, k: int, n: int, is_cuda: bool, has: bool) -> None:
     given: Any = Extents(rows, k, is_cuda), Extents(k, n, is_cuda)
-    assert takeover._has_int8_extents(*given) == has
+    assert takeover.has_int8_extents(*given) == has
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_int8_products_that_are_served(
     monkeypatch.setattr(
         takeover.api, "dispatcher", SimpleNamespace(fused=lambda *given: calls.append(given) or answer)
     )
-    serve = takeover._of_int8(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"))
+    serve = takeover.int8_products(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"))
     left, right = torch.zeros(3, 4).to(a), torch.zeros(4, 5).to(b)
     assert serve(None, left, right) == (answer or "torch's" if is_asked else "torch's")
     assert len(calls) == is_asked
@@ -305,7 +305,7 @@ def test_matrices_that_enable_serves(
         return "ours" if served else None
 
     monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(below_autograd=below))
-    serve = takeover._plain(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"), 2)
+    serve = takeover.plain_products(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"), 2)
     left, right = torch.zeros(a, dtype=BF16), torch.zeros(b, dtype=BF16)
     assert serve(None, left, right, *more, **words) == (by if served else "torch's")
     assert asked == asks
@@ -329,7 +329,7 @@ def test_batches_that_enable_serves(
         return torch.ones(a.shape[:-1])
 
     monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(below_autograd=below))
-    serve = takeover._plain(SimpleNamespace(call_boxed=lambda *_, **__: None), 3)
+    serve = takeover.plain_products(SimpleNamespace(call_boxed=lambda *_, **__: None), 3)
     result = serve(None, torch.zeros(a, dtype=BF16), torch.zeros(b, dtype=BF16), **words)
     assert asked == ([] if asks is None else [asks])
     assert result is None if asks is None else tuple(result.shape) == a[:-1]
@@ -351,7 +351,7 @@ def test_sums_that_enable_serves(
         return "ours" if served else None
 
     monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(fused=fused))
-    serve = takeover._adding(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"), 2)
+    serve = takeover.sums(SimpleNamespace(call_boxed=lambda *_, **__: "torch's"), 2)
     c, a, b = torch.zeros(5, dtype=dtype), torch.zeros(3, 4, dtype=dtype), torch.zeros(4, 5, dtype=dtype)
     assert serve(None, c, a, b, *more, **words) == ("ours" if text and served else "torch's")
     assert asked == [text] * (text is not None)
@@ -450,4 +450,3 @@ def test_which_traced_products_may_become_calls(
     monkeypatch.setitem(sys.modules, "torch._inductor.config", SimpleNamespace(cpp_wrapper=wrapper))  # type: ignore[arg-type]
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         assert ops.may_be_served(a, b) == may
-        assert ops._is_servable(a, b) == (may or wrapper or a.ndim < 2 or b.ndim < 2)

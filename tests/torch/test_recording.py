@@ -251,13 +251,13 @@ def test_products_of_fp32_are_other_ones_where_tf32_is_allowed(monkeypatch: pyte
     allowed = [False]
     monkeypatch.setattr(recording_of_torch, "tf32_allowed", lambda: allowed[0])
     described: list[torch.dtype] = []
-    kind = recording_of_torch._kind
+    kind = recording_of_torch.kind_of
 
     def seen(asked: Any, results: Any, a: torch.Tensor, *others: Any) -> Any:
         described.append(a.dtype)
         return kind(asked, results, a, *others)
 
-    monkeypatch.setattr(recording_of_torch, "_kind", seen)
+    monkeypatch.setattr(recording_of_torch, "kind_of", seen)
     with tunegemm.record():
         for allowed[0] in (False, True, False):
             for dtype in (torch.float32, BF16):

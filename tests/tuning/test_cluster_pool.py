@@ -143,44 +143,6 @@ def test_each_worker_knows_its_next_problem_and_the_last_is_taken_over(pool_of: 
     assert len(ray.killed) == 2
 
 
-def test_news_of_the_problem_that_is_tuned_are_passed_on_while_it_is(pool_of: Any) -> None:
-    pool, ray = pool_of()
-    told: list[Any] = []
-    seat = Seat(Actor(ray, Planted()))
-
-    def lost() -> Any:
-        raise Ray.RayActorError("gone")
-
-    of_it, of_another = (SimpleNamespace(problem=problem) for problem in PROBLEMS[:2])
-    for is_known, answer, goes_on, shown in (
-        (True, lambda: of_it, True, [of_it]), (True, lambda: of_another, True, []),
-        (True, lambda: None, True, []),
-        (True, lost, False, []), (False, lambda: of_it, False, []),
-    ):  # fmt: skip
-        told.clear()
-        ref = Ref("progress", answer)
-        pool._tunings = {"a call": (seat, Request(PROBLEMS[0]))} if is_known else {}
-        pool._news = {ref: "a call"}
-        pool._pass_on(ref, told.append)
-        assert told == shown and list(pool._news.values()) == ["a call"] * goes_on and ref not in pool._news
-    pool._tunings, pool._news = {"a call": (seat, Request(PROBLEMS[0]))}, {ref: "a call"}
-    pool._pass_on(ref, None)
-
-
-def test_requests_given_back_come_first_and_those_of_others_last(pool_of: Any) -> None:
-    pool, _ = pool_of()
-    returned, own, new, others, begun = requests(PROBLEMS[:5])
-    seat, busy = Seat(None), Seat(None)
-    seat.reserve(own)
-    busy.reserve(others)
-    pool._returned, pool._tunings = [returned], {"a call": (busy, begun)}
-    waiting = iter([new])
-    assert [pool._request_for(seat, waiting) for _ in range(5)] == [returned, own, new, others, None]
-    busy.reserve(others)
-    pool._give_back(busy, begun)
-    assert pool._returned == [others, begun]
-
-
 @pytest.mark.parametrize(("deaths", "given_up"), [(1, False), (2, False), (3, True)])
 def test_a_problem_that_kills_three_workers_is_given_up(pool_of: Any, deaths: int, given_up: bool) -> None:
     poison = PROBLEMS[0]
@@ -260,7 +222,6 @@ def test_ctrl_c_keeps_what_is_done_and_kills_what_takes_too_long(
         monkeypatch.setattr(ray, "wait", half)
         found = [result.problem for result in pool.tune_all(requests(PROBLEMS[:2]), interrupted)]
         assert found == [PROBLEMS[0]] and ray.killed == [late]
-    assert list(pool._stop()) == []
 
 
 def test_a_reserved_problem_has_what_is_left_of_its_budget() -> None:

@@ -155,7 +155,7 @@ def _serve_users(node: Node, value: Any) -> bool:
         if user.op == "output" or name in _NEEDS_LAYOUT:
             return False
         is_method = user.op == "call_method"
-        if not is_method and not (user.op == "call_function" and _only_computes(user.target)):
+        if not is_method and not (user.op == "call_function" and only_computes(user.target)):
             return False
         if name not in _VIEWS:
             continue
@@ -256,7 +256,7 @@ def writes(node: Node) -> Iterator[Any]:
             yield None
     elif node.target is operator.setitem or node.target in _IN_PLACE:
         yield node.args[0]
-    elif not _only_computes(node.target):
+    elif not only_computes(node.target):
         yield None
     elif str(getattr(node.target, "__name__", "")).endswith("_") and not _is_operator(node.target):
         yield node.args[0] if node.args else None
@@ -281,7 +281,7 @@ _IN_PLACE = frozenset(
 
 
 @cache
-def _only_computes(target: Callable[..., Any]) -> bool:
+def only_computes(target: Callable[..., Any]) -> bool:
     """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
     functions that change torch's state may not, and neither may any other function."""
     module = str(getattr(target, "__module__", None) or "")

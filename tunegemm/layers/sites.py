@@ -118,8 +118,8 @@ class Linear(Site):
             if plan is None or plan.launch_at is None or plan.reduces:
                 return self._by_dispatcher, result, Keep.LONG
             way = launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
-            if self._has_residual and len(rows) <= _LIBRARY_ROWS and _is_library(plan):
-                way = partial(_captured, way)
+            if self._has_residual and len(rows) <= _LIBRARY_ROWS and is_library(plan):
+                way = partial(captured, way)
         return way, result, Keep.NOT if recent is None else Keep.LONG
 
     def _by_dispatcher(self, x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> Any:
@@ -175,11 +175,11 @@ def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_r
     return way
 
 
-def _is_library(plan: Plan) -> bool:
+def is_library(plan: Plan) -> bool:
     return plan.record is not None and plan.record.candidate.family == "cublaslt"
 
 
-def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
+def captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
     """Run a launch that only pays off in a CUDA graph."""
     return way(x, *operands) if capturing(x.device) else None
 

@@ -82,7 +82,7 @@ class Counts:
 
     def served(self) -> Served:
         """How many of the products so far ran a tuned kernel."""
-        gains = _gains()
+        gains = gains_by_place()
         products = served = calls = served_calls = 0
         saved_us = 0.0
         for key, count in list(self._calls.items()):
@@ -90,7 +90,7 @@ class Counts:
             products, calls, served_calls = products + 1, calls + count, served_calls + by_kernel
             served += by_kernel > 0
             if key:
-                saved_us += by_kernel * gains.get(_place(*key), 0.0)
+                saved_us += by_kernel * gains.get(place_of(*key), 0.0)
         return Served(products, served, calls, served_calls, saved_us * 1e-6)
 
 
@@ -122,7 +122,7 @@ def serve_process() -> None:
     Writer(write=write, clear=counts.clear, last=last).start()
 
 
-def _gains() -> Mapping[_Key, float]:
+def gains_by_place() -> Mapping[_Key, float]:
     """What a call saves, in us, of each product that has a plan with a tuned kernel."""
     gains: dict[_Key, float] = {}
     for problem, record in api.dispatcher.planner.tuned():
@@ -134,7 +134,7 @@ def _gains() -> Mapping[_Key, float]:
     return gains
 
 
-def _place(a: torch.Size, b: torch.Size, dtype: torch.dtype) -> _Key:
+def place_of(a: torch.Size, b: torch.Size, dtype: torch.dtype) -> _Key:
     try:
         name = normalize_dtype(str(dtype))
     except ProblemError:
