@@ -261,7 +261,7 @@ def test_products_of_fp32_are_other_ones_where_tf32_is_allowed(monkeypatch: pyte
     with tunegemm.record():
         for allowed[0] in (False, True, False):
             for dtype in (torch.float32, BF16):
-                torch.mm(torch.ones(8, 16, dtype=dtype), torch.ones(16, 24, dtype=dtype))
+                torch.mm(torch.ones(24, 72, dtype=dtype), torch.ones(72, 136, dtype=dtype))
     assert described == [torch.float32, BF16, torch.float32]
 
 
