@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
 import shutil
 import time
@@ -10,6 +12,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.first_use import DIMENSIONS
@@ -39,7 +42,11 @@ def device() -> Device:
 
 @pytest.fixture(scope="module", params=PARTS)
 def selector(request: pytest.FixtureRequest) -> Fitted:
-    found = Fitted.of("plain", find_device(f"model:{request.param}").name)
+    return selector_of(request.param)
+
+
+def selector_of(part: str) -> Fitted:
+    found = Fitted.of("plain", find_device(f"model:{part}").name)
     assert found is not None
     return found
 
@@ -145,6 +152,36 @@ def test_other_products_are_not_predicted(device: Device, served: Problem, chang
     found = outlook(problem, device)
     assert not decides(found) and not found.options
     assert select(Snapshot(), problem, device).outcome == "miss"
+
+
+def test_leads_are_kept_up_to_a_number(
+    selector: Fitted, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predictions, "MOST_LEADS", 2)
+    fitted, asked = replace(selector), []
+
+    def asked_for(problem: Problem, *_: object) -> tuple[object, ...]:
+        asked.append(problem.m)
+        return "known", 0.0, 0.25, None, np.array([-1.0, 0.75])
+
+    monkeypatch.setattr(Fitted, "asked_of", lambda _, *given: asked_for(*given))
+    first, second, third = (Problem(m, 64, 64) for m in (1, 2, 3))
+    for problem in (first, second, first, second, third, third, first, second):
+        assert fitted.lead_of(problem, device, lambda *_: None) == 0.5
+    assert asked == [1, 2, 3, 1, 2], "the third takes the place of both"
+    monkeypatch.setattr(Fitted, "asked_of", lambda *_: ("known", 0.0, 0.25, None, np.array([])))
+    assert fitted.lead_of(replace(first, n=72), device, lambda *_: None) == -math.inf
+
+
+def test_ranges_of_rows_that_are_decided_as_one() -> None:
+    """Each doubling has eight, and every number of rows above 256 is in one of them."""
+    assert predictions.ends(300) == [256, 279] and predictions.ends(255) == []
+    assert predictions.ends(512) == [256, 279, 304, 332, 362, 395, 431, 470, 512]
+    fitted = replace(selector_of("h200"), rows=(64, 512))
+    found = {m: fitted.range_of(m) for m in range(250, 520)}
+    assert [m for m, ends in found.items() if ends is None] == [*range(250, 256), *range(512, 520)]
+    for m, ends in found.items():
+        assert ends is None or (ends[0] <= m <= ends[1] and ends in itertools.pairwise(predictions.ends(512)))
 
 
 @pytest.mark.parametrize("part", PARTS)

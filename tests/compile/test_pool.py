@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from tests.support.processes import environment
 from tests.support.waiting import until
 from tunegemm.compile.artifacts import ArtifactStore, digest
-from tunegemm.compile.pool import CompilePool, Urgency, default_workers
+from tunegemm.compile.pool import WORKER_BYTES, CompilePool, Ready, Urgency, default_workers
 from tunegemm.compile.worker import one_line
 from tunegemm.errors import ArtifactError, CompileError
 from tunegemm.store.packs import Pack
@@ -226,8 +227,21 @@ def test_workers_that_ended_leave_no_pipes(store: ArtifactStore, what: str) -> N
     assert len(workers) == (what == "fine"), "kept, so that it was not the garbage collector that closed them"
 
 
-def test_workers_are_at_least_one_and_at_most_the_cores() -> None:
+def test_keys_of_what_is_ready_are_those_of_both_stores(store: ArtifactStore) -> None:
+    _compiled(store)
+    shipped = SimpleNamespace(each_key=lambda: iter([key("b")]), __contains__=lambda each: False)
+    assert [*Ready(store=store).each_key()] == [key("a")]
+    assert [*Ready(shipped=shipped, store=store).each_key()] == [key("a"), key("b")]  # type: ignore[arg-type]
+    assert [*Ready().each_key()] == []
+
+
+def test_workers_are_at_least_one_and_at_most_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= default_workers() <= len(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    for available, workers in ((0.0, 1), (6.0, 3), (5.9, 2), (64.0, 8)):
+        memory = SimpleNamespace(available=available * WORKER_BYTES)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        assert default_workers() == workers
 
 
 def test_an_altered_object_is_refused(store: ArtifactStore) -> None:
@@ -241,6 +255,19 @@ def test_an_object_that_others_may_write_is_refused(store: ArtifactStore) -> Non
     artifact = _compiled(store)
     artifact.chmod(0o666)
     with pytest.raises(ArtifactError, match="writable by other users"):
+        store.find(key("a"))
+
+
+def test_an_object_in_whose_place_is_something_else_is_refused(store: ArtifactStore, tmp_path: Path) -> None:
+    artifact = _compiled(store)
+    assert store.names() == {digest(key("a"))} and [dict(each) for each in store.each_key()] == [key("a")]
+    other = artifact.rename(tmp_path / "other.o")
+    artifact.symlink_to(other)
+    with pytest.raises(ArtifactError, match=r": a symbolic link; delete it"):
+        store.find(key("a"))
+    artifact.unlink()
+    artifact.mkdir()
+    with pytest.raises(ArtifactError, match=r": not a regular file; delete it"):
         store.find(key("a"))
 
 

@@ -3,13 +3,15 @@
 import ctypes
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.planted.triton_kernels import copy_tile, scale_row
+from tunegemm.compile import triton_object
 from tunegemm.compile.ptxas import Resources
-from tunegemm.compile.triton_object import FORMAT, Header, build, read_object
+from tunegemm.compile.triton_object import FORMAT, Header, build, first_error, parameters_of, read_object
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import triton_launch
 
@@ -104,3 +106,67 @@ def test_the_format_is_part_of_the_file(tmp_path: Path) -> None:
     built(tmp_path)
     assert (tmp_path / "copy.o").read_bytes().startswith(b'{"arguments": ')
     assert f'"format": {FORMAT}'.encode() in (tmp_path / "copy.o").read_bytes().partition(b"\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("scratch", "ctas", "fits"),
+    [((0, 0), 1, True), ((8, 0), 1, False), ((0, 8), 1, False), ((0, 0), 2, False)],
+)
+def test_what_launches_do_not_have_fails_the_compile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scratch: tuple[int, int], ctas: int, fits: bool
+) -> None:
+    import triton
+
+    ptx = ".visible .entry f(.param .u32 a, .param .u64 .ptr .global b, .param .u64 .ptr c) {"
+    facts = SimpleNamespace(
+        global_scratch_size=scratch[0], profile_scratch_size=scratch[1], num_ctas=ctas, tensordesc_meta=None,
+        name="f", num_warps=4, shared=64,
+    )  # fmt: skip
+
+    def compile_it(*_: Any, **__: Any) -> Any:
+        print("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 90 registers")
+        return SimpleNamespace(asm={"ptx": ptx, "cubin": b"cubin"}, metadata=facts)
+
+    monkeypatch.setattr(triton, "compile", compile_it)
+    out = tmp_path / "a.o"
+    if not fits:
+        with pytest.raises(
+            RuntimeError, match=f"needs {sum(scratch)} B of scratch memory and clusters of {ctas}"
+        ):
+            build(copy_tile, {"a": "i32"}, TILE, out, num_warps=4)
+        return
+    assert build(copy_tile, {"a": "i32"}, TILE, out, num_warps=4).registers == 90
+    header, cubin = read_object(out.read_bytes())
+    assert (header.entry, header.threads, header.smem_bytes, cubin) == ("f", 128, 64, b"cubin")
+    with pytest.raises(RuntimeError, match=r"passes \('i32', 'pointer', 'pointer'\), expected \('i64',"):
+        build(copy_tile, {"a": "i64"}, TILE, out, num_warps=4)
+
+
+def test_types_of_parameters_are_read_from_the_ptx() -> None:
+    ptx = """.visible .entry f(
+      .param .align 64 .b8 a[128], .param .align 8 .b8 b[64], .param .u32 c, .param .u64 d,
+      .param .u64 .ptr .global .align 16 e, .param .f32 g
+    )"""
+    assert parameters_of(ptx) == ("tensor_map", "bytes", "i32", "i64", "pointer", ".f32")
+    assert parameters_of("nothing") == ()
+
+
+def test_the_first_complaint_is_ptxass() -> None:
+    log = "a.py:3: error: first\nno terror\nptxas fatal : second\n"
+    assert first_error(log) == "ptxas fatal : second"
+    assert first_error(log.replace("fatal", "word")) == "error: first"
+    assert first_error("terrors\n") == ""
+
+
+@pytest.mark.parametrize(("spills", "limits"), [(0, [None]), (8, [None, 168])])
+def test_a_kernel_that_spills_is_built_again_with_a_limit(
+    monkeypatch: pytest.MonkeyPatch, spills: int, limits: list[int | None]
+) -> None:
+    seen: list[int | None] = []
+
+    def planted(name: str, *, max_registers: int | None = None) -> Resources:
+        seen.append(max_registers)
+        return Resources(128, spills if max_registers is None else 0, 0)
+
+    monkeypatch.setattr(triton_object, "build", planted)
+    assert triton_object.build_without_spills(168, "a").spill_bytes == 0 and seen == limits

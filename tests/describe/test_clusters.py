@@ -7,10 +7,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from tests.generate.test_cute_sm90 import candidate
 from tunegemm.describe.clusters import gpcs_of_launches, groups, places_of, usual_neighbours
 from tunegemm.describe.device import find_device
-from tunegemm.generate.cute_sm90 import Order, block_of_a_gpc
 
 #: As an H200 hands out 66 clusters of two: four pairs of multiprocessors that no larger cluster has, then in
 #: turn to eight GPCs, of which the first has four pairs and the last two nine (2026-11-22).
@@ -36,27 +34,8 @@ def test_usual_neighbours_are_those_of_most_clusters() -> None:
     assert usual_neighbours([0]) == 1
 
 
-@pytest.mark.parametrize(
-    ("tile", "neighbours", "block"),
-    [
-        ({"cluster_m": 2, "cluster_n": 1}, 8, (1, 8)),  # clusters share B: a GPC's read the same rows of A
-        ({"cluster_m": 1, "cluster_n": 2}, 8, (8, 1)),
-        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 128, "tile_n": 176}, 16, (4, 4)),
-        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 64, "tile_n": 256}, 16, (8, 2)),
-        ({"cluster_m": 1, "cluster_n": 1}, 1, (1, 1)),
-    ],
-)
-def test_a_gpc_has_the_block_for_which_it_reads_least(
-    tile: dict[str, int], neighbours: int, block: tuple[int, int]
-) -> None:
-    assert block_of_a_gpc(candidate(**tile), neighbours) == block
-
-
 def test_nothing_is_known_of_a_modelled_device() -> None:
-    device = find_device("model:h200")
-    assert device.gpcs_of_clusters(2, 66) is None
-    gpc_aware = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
-    assert Order.of(gpc_aware, device, 66) == Order(0, 8, 1)  # blocks of one line are lines
+    assert find_device("model:h200").gpcs_of_clusters(2, 66) is None
 
 
 @pytest.mark.parametrize(("again", "known"), [((0, 4), (0, 4)), ((4, 0), None), ((), None)])

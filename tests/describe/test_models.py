@@ -327,8 +327,11 @@ def test_a_bias_is_added_by_the_first_rank_alone(tmp_path: Path) -> None:
     assert {"o 4096x2048 bf16 bias_n", "o 4096x2048 bf16"} <= {*found}
 
 
-def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-    group = {"weights": weights, "input_activations": inputs, "targets": ["Linear"]}
+def compressed(
+    weights: dict[str, Any], inputs: dict[str, Any] | None, *, targets: Any = ("Linear",), **more: Any
+) -> dict[str, Any]:
+    named = [*targets] if isinstance(targets, tuple) else targets
+    group = {"weights": weights, "input_activations": inputs, "targets": named}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **more}
 
 
@@ -343,6 +346,8 @@ def by(strategy: str, kind: str = "float", bits: int = 8) -> dict[str, Any]:
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8_e4m3 scale_rowwise"),
         ({"quant_method": "fbgemm_fp8"}, "fp8_e4m3 scale_rowwise"),
         (compressed(by("channel"), by("token")), "fp8_e4m3 scale_rowwise"),
+        (compressed(by("channel"), by("token"), targets=None), "fp8_e4m3 scale_rowwise"),
+        (compressed(by("channel"), by("token"), targets=["Conv"]), "bf16"),
         (compressed(by("tensor"), by("tensor")), "fp8_e4m3 scale_tensor"),
         (compressed(by("channel", "int"), by("token", "int")), "int8 scale_rowwise"),
         ({"quant_method": "mxfp4"}, "bf16"),

@@ -41,9 +41,9 @@ class TestOwnFormat:
         assert len(texts) == 1
 
     def test_merge_adds_processes(self) -> None:
-        other = Workload((Product(SMALL, 10, timed=32, median_us=17.25),), torch="2.13.0")
+        other = Workload((Product(SMALL, 10, 7, 1, timed=32, median_us=17.25),), torch="2.13.0")
         merged = merge([self.WORKLOAD, other], ["python", "x.py"])
-        assert merged.products[0] == Product(SMALL, 650, 600, 2, 64, 16.25)
+        assert merged.products[0] == Product(SMALL, 650, 607, 3, 64, 16.25)
         assert (merged.processes, merged.program, merged.unknown_replays) == (3, ("python", "x.py"), 1)
 
     @pytest.mark.parametrize(

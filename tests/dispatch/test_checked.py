@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.checked import Checked, Extent, share_memory
-from tunegemm.dispatch.launchers import is_apart_from
+from tunegemm.dispatch.launchers import are_apart, is_apart_from
 from tunegemm.errors import ProblemError
 from tunegemm.measure.operands import make_operands
 
@@ -44,6 +46,8 @@ def test_what_shares_memory_is_found_and_columns_side_by_side_are_apart() -> Non
         said = share_memory(one.data_ptr(), Extent.of(one), two.data_ptr(), Extent.of(two))
         shared = bool(bytes_of(one) & bytes_of(two))
         assert said or not shared, (one.shape, one.stride(), two.shape, two.stride())
+        first, last = sorted((bytes_of(one), bytes_of(two)), key=min)
+        assert not said or max(first) >= min(last), "one behind the other"
         found[shared] += 1
         if one.stride()[1] == two.stride()[1] == 16 and one.shape[1] == two.shape[1] == 5:
             columns = [view.storage_offset() % 16 for view in views]
@@ -173,6 +177,37 @@ class TestPlacesAndKinds:
         problem = Problem(40, 48, 64, epilogue="alpha+bias_n")
         with pytest.raises(ProblemError, match=r"takes 2 operands \(alpha, bias\), not 1"):
             run(problem, given(problem)[:4])
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("span", range(4))
+def test_an_output_is_apart_if_it_has_none_of_their_bytes(start: int, span: int) -> None:
+    """At small addresses, against the bytes themselves."""
+
+    class Room(NamedTuple):
+        address: int
+        size: int
+
+        def untyped_storage(self) -> Room:
+            return self
+
+        def data_ptr(self) -> int:
+            return self.address
+
+        def nbytes(self) -> int:
+            return self.size
+
+    def shares(one: Room, *others: Room) -> bool:
+        own = range(one.address, one.address + one.size)
+        return any({*own} & {*range(other.address, other.address + other.size)} for other in others)
+
+    out = Room(start, span)
+    for other, extent, second in itertools.product(range(6), range(1, 4), (0, 3)):
+        rooms = Room(other, extent), Room(second, 2)
+        assert is_apart_from(out, rooms) == (not shares(out, *rooms)) or not span  # type: ignore[arg-type]
+        plan: Any = SimpleNamespace(spans=(extent, 2, span), address_bytes=2)
+        apart = start % 2 == 0 and not shares(out, *rooms)
+        assert are_apart(plan, other, second, start) == apart or not span
 
 
 def test_two_storages_may_be_the_same_memory() -> None:

@@ -91,6 +91,13 @@ def test_policy_is_a_call_and_a_context(monkeypatch, dispatcher):
         tunegemm.policy("quickest")
 
 
+def test_a_block_that_is_dropped_while_it_is_entered_sets_no_policy_of_the_process(monkeypatch, dispatcher):
+    made, _ = dispatcher
+    monkeypatch.setattr(api, "dispatcher", made)
+    contextvars.copy_context().run(lambda: tunegemm.policy("deterministic").__enter__())
+    assert made.planner.policy == FASTEST
+
+
 def in_thread(function) -> list:
     """What a function returns in a new thread."""
     found: list = []

@@ -143,6 +143,23 @@ def test_entries_may_share_memory_in_operands_but_not_in_the_output():
     assert describe(a, b.expand(3, 64, 48), shared) == Refusal("")
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "refused"),
+    [((32, 48), (50, 1), False), ((32, 48), (1, 40), False), ((32, 48), (100, 2), True),
+     ((32, 1), (3, 5), False), ((1, 48), (100, 2), True), ((1, 1), (3, 5), False)],
+)  # fmt: skip
+def test_an_output_needs_a_unit_stride_unless_it_has_one_element_in_that_direction(shape, strides, refused):
+    m, n = shape
+    out = torch.empty(4096, dtype=BF16).as_strided(shape, strides)
+    found = describe(torch.empty(m, 64, dtype=BF16), torch.empty(64, n, dtype=BF16), out)
+    assert isinstance(found, Refusal) == refused
+    if isinstance(found, Refusal):
+        assert found.reason.startswith("output with strides") and "no unit stride" in found.reason
+    else:
+        assert found.problem.out_major == ("m" if strides == (1, 40) else "n")
+        assert found.spans[2] == 2 * (1 + (m - 1) * strides[0] + (n - 1) * strides[1])
+
+
 # Results: the same as torch, whoever computes
 
 

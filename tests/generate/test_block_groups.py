@@ -80,3 +80,16 @@ def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], said: str) -> 
     assert said in refusal(*operands(**changes))
     with pytest.raises(NotTaken, match=said.split()[0]):
         BlockGroupKernel(CONFIGS[0], None).bound(*operands(**changes), blocks=132)
+
+
+def test_a_launch_refuses_addresses_between_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    seen: list[Any] = []
+    launch = BlockGroupKernel(CONFIGS[0], lambda *given: seen.append(given)).bound(*operands(), blocks=132)
+    good = (16, 32, 4, 8, 12, 48)
+    launch(*good)
+    for place, unit in enumerate((16, 16, 4, 4, 4, 16)):
+        for off in (unit // 2, unit - 1):
+            with pytest.raises(NotTaken, match="at these addresses"):
+                launch(*(address + off * (number == place) for number, address in enumerate(good)))
+    assert len(seen) == 1

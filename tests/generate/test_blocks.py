@@ -163,3 +163,25 @@ def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], reason: str) -
     given = {"a": A, "weight": WEIGHT, "scale_a": SCALE_A, "scale_b": SCALE_B, "out": OUT} | changes
     found = refusal(**given)
     assert found == "" if not reason else reason in found, found
+
+
+@pytest.mark.parametrize(("rows", "n", "fits"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+def test_of_one_line_a_stride_may_be_anything(rows: int, n: int, fits: bool) -> None:
+    a, weight = (matrix(8, 128).as_strided((lines, 128), (16, 1)) for lines in (rows, n))
+    out = matrix(8, 128, BF16).as_strided((rows, n), (8, 1))
+    scales = matrix(rows, 1, F32), matrix(1, 1, F32)
+    assert (refusal(a, weight, *scales, out) == "") == fits
+    if fits:
+        assert refusal(a, weight, *scales, matrix(8, 8, BF16).as_strided((1, 1), (0, 1))) == ""
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (1, 200), (5, 1)])
+def test_of_one_line_a_launch_says_the_packed_stride(seen: Seen, h200: Device, rows: int, n: int) -> None:
+    a, weight, out = matrix(8, 448)[:rows, :400], matrix(200, 416)[:n, :400], matrix(8, 208, BF16)[:rows, :n]
+    scales = matrix(rows, 4, F32), matrix(-(-n // 128), 4, F32)
+    strides = [400 if rows == 1 else 448, 400 if n == 1 else 416]
+    for config in (FEW, MANY):
+        BlockKernel(config, seen).launch(a, weight, *scales, out, device=h200)
+        given = seen.pop()
+        assert [given["lda"], given["ldb"]] == (strides[::-1] if config.few else strides)
+        assert given["ldd"] == (n if rows == 1 else 208)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem
 from tunegemm.describe.space import Candidate, SearchSpace
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, binding, library
+from tunegemm.generate.cublaslt import FAMILY, TORCH_MM, binding, library, reduces_in_16_bits, splits_k
+from tunegemm.generate.cublaslt.eager import composed, step_of, torch_mm
 from tunegemm.generate.cublaslt.names import name_of, number_of, tables
 from tunegemm.generate.cublaslt.operands import Matrix, column_major, packed_strides
+from tunegemm.generate.takes import NotTaken
 from tunegemm.measure import operands as data
 from tunegemm.measure.operands import make_operands
 from tunegemm.store.shipped import read_shipped
@@ -227,3 +232,161 @@ def test_single_algorithms_are_of_16_bit_operands() -> None:
     verdict = FAMILY.check(Problem.parse("64x64x64", dtype="int8"), ALGORITHM, DEVICE)
     assert verdict.rule == "library_dtypes" and not verdict
     assert FAMILY.discover(Problem.parse("64x64x64", dtype="int8"), DEVICE) == [TORCH_MM]
+
+
+#: Steps that torch's own calls take, and those that follow one by one.
+COMPOSED = [
+    "bias_n", "bias_m", "beta_c", "alpha+beta_c", "alpha", "alpha+beta_c+relu", "residual",
+    "bias_n+gelu_tanh", "bias_n+gelu+residual", "silu+residual", "swiglu", "bias_n+geglu_tanh",
+    "beta_c+reglu+residual", "alpha+beta_c+bias_n+gelu+residual+amax", "relu+amax",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("epilogue", COMPOSED)
+@pytest.mark.parametrize(("dtype", "batch"), [("bf16", 1), ("fp16", 3)])
+def test_torch_composes_what_an_epilogue_says(dtype: str, batch: int, epilogue: str) -> None:
+    problem = Problem(16, 48, 64, batch, in_dtype=dtype, out_dtype=dtype, epilogue=epilogue)
+    operands = make_operands(problem, torch.device("cpu"), seed=1)
+    expected = data.expected(problem, operands)
+    operands.out.fill_(float("nan"))
+    torch_mm(problem)(*operands.arguments)
+    torch.testing.assert_close(operands.out.float(), expected.float(), rtol=4e-2, atol=4e-2)
+    if "amax" in epilogue:
+        torch.testing.assert_close(operands.fused[-1].reshape(()), operands.out.float().abs().amax())
+    if "beta_c" in epilogue:
+        names = [operand.name for operand in problem.fused.operands]
+        given = dict(zip(names, operands.fused, strict=True)) | {"beta": 0.0}
+        given["c"] = torch.full_like(given["c"], float("nan"))
+        result = composed(problem)(operands.a, operands.b, *given.values())
+        assert result.isfinite().all(), "C is not read where beta is 0"
+
+
+@pytest.mark.parametrize(
+    ("params", "splits", "reduces"),
+    [
+        ({"split_k": 1, "reduction_scheme": "NONE"}, False, False),
+        ({"split_k": 0, "reduction_scheme": 0}, False, False),
+        ({"split_k": 2, "reduction_scheme": "NONE"}, True, False),
+        ({"split_k": 2, "reduction_scheme": 0}, True, False),
+        ({"split_k": 1, "reduction_scheme": "INPLACE"}, True, True),
+        ({"split_k": 2, "reduction_scheme": "OUTPUT_TYPE"}, True, True),
+        ({"split_k": 2, "reduction_scheme": "COMPUTE_TYPE"}, True, False), ({}, False, False),
+    ],
+)  # fmt: skip
+def test_which_algorithms_add_up_splits_and_how(
+    params: dict[str, int | str], splits: bool, reduces: bool
+) -> None:
+    one = Candidate.make("cublaslt", {"algorithm": "cublaslt"}, params)
+    assert splits_k(one) == splits and not splits_k(TORCH_MM)
+    problem = Problem(64, 64, 64)
+    assert reduces_in_16_bits(problem, one) == reduces
+    assert not reduces_in_16_bits(replace(problem, out_dtype="fp32"), one)
+
+
+class Algorithm:
+    """An algorithm of a planted library: ids 3 and 5, some tiles and stages; tile 9 is refused."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.given = number, dict[str, int]()
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int, int], tuple[float, int]]:
+    """Waves and workspace by id, tile and stages."""
+    results: dict[tuple[int, int, int], tuple[float, int]] = {}
+
+    def check(index: int, plan: object, algorithm: Algorithm) -> SimpleNamespace:
+        key = algorithm.number, algorithm.given["tile"], algorithm.given["stages"]
+        if key not in results:
+            raise binding.LibraryError("planted", 15)
+        waves, workspace_bytes = results[key]
+        return SimpleNamespace(waves=waves, workspace_bytes=workspace_bytes)
+
+    def candidate_of(algorithm: Algorithm, size: int) -> Candidate:
+        return Candidate.make("cublaslt", {"algo_id": algorithm.number, **algorithm.given}, {"size": size})
+
+    monkeypatch.setattr(library, "Plan", lambda *_: None)
+    monkeypatch.setattr(binding, "algorithm_ids", lambda *_: [3, 5])
+    monkeypatch.setattr(library, "initial", lambda index, problem, number: Algorithm(number))
+    monkeypatch.setattr(binding, "listed", lambda algorithm, name: [1, 2, 9])
+    monkeypatch.setattr(
+        binding, "write", lambda algorithm, name, number: algorithm.given.__setitem__(name, number)
+    )
+    monkeypatch.setattr(library, "check_for", check)
+    monkeypatch.setattr(library, "candidate_of", candidate_of)
+    monkeypatch.setattr(library, "is_whole", lambda index, problem, plan, candidate: True)
+    return results
+
+
+def test_of_each_id_the_tile_that_fills_its_waves_is_taken(
+    planted: dict[tuple[int, int, int], tuple[float, int]],
+) -> None:
+    planted |= {(3, 1, 1): (1.5, 64), (3, 1, 2): (0.0, 0), (3, 2, 1): (1.9, 100), (3, 2, 2): (1.9, 0),
+                (3, 9, 1): (2.0, 101)}  # fmt: skip
+    (found,) = library.one_of_each_id(Problem(64, 64, 64), 0, 100)
+    assert found == Candidate.make("cublaslt", {"algo_id": 3, "tile": 2, "stages": 1}, {"size": 100})
+    planted[5, 9, 9] = (0.0, 100)
+    assert [one["algo_id"] for one in library.one_of_each_id(Problem(64, 64, 64), 0, 100)] == [3, 5]
+    planted.clear()
+    assert library.one_of_each_id(Problem(64, 64, 64), 0, 100) == []
+
+
+ACTIVATED = {
+    "relu": torch.relu, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("out", ["none", "contiguous", "transposed"])
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_activations_and_gates_are_torchs_to_the_bit(name: str, out: str) -> None:
+    x = torch.linspace(-4, 4, 48).view(6, 8)
+    gate = {"relu": "reglu", "silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}[name]
+    for step, expected in ((name, ACTIVATED[name](x)), (gate, ACTIVATED[name](x[:, ::2]) * x[:, 1::2])):
+        room = {
+            "none": None,
+            "contiguous": torch.empty_like(expected),
+            "transposed": torch.empty_like(expected.t()).t(),
+        }
+        result = step_of(step, torch.float32)(x, {}, room[out])
+        assert torch.equal(result, expected) and (out == "none" or result is room[out])
+
+
+@pytest.mark.parametrize(
+    ("statuses", "has_context", "calls", "raised"),
+    [([0], True, 1, False), ([7, 0], True, 2, False), ([7, 7], True, 2, True), ([7], False, 1, True)],
+)
+@pytest.mark.parametrize("out_major", ["n", "m"])
+def test_a_librarys_launch_makes_a_context_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+    statuses: list[int], has_context: bool, calls: int, raised: bool, out_major: str,
+) -> None:  # fmt: skip
+    launched: list[tuple[int, ...]] = []
+
+    def matmul(*given: Any) -> int:
+        launched.append(tuple(each.value if hasattr(each, "value") else 0 for each in given))
+        return statuses[len(launched) - 1]
+
+    plan = SimpleNamespace(
+        descriptors=[ctypes.c_void_p(number) for number in range(1, 6)], added=ctypes.c_void_p
+    )
+    monkeypatch.setattr(library, "Plan", lambda *_: plan)
+    monkeypatch.setattr(library, "rebuilt", lambda *_: binding.Algorithm())
+    monkeypatch.setattr(library, "ensure_context", lambda index: has_context)
+    monkeypatch.setattr(binding, "handle", lambda index: ctypes.c_void_p(9))
+    monkeypatch.setattr(binding, "library", lambda: SimpleNamespace(cublasLtMatmul=matmul))
+    monkeypatch.setattr(binding, "status_name", lambda status: f"status {status}")
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 70, raising=False)
+    problem = Problem(64, 64, 64, out_major=out_major)
+    launch = library.launcher(problem, ALGORITHM, 0, None).of(
+        *(torch.zeros(64, 64).bfloat16() for _ in range(3))
+    )  # type: ignore[attr-defined]
+    if raised:
+        with pytest.raises(RuntimeError, match="status 7"):
+            launch(16, 32, 48)
+    else:
+        launch(16, 32, 48)
+    assert len(launched) == calls
+    for addresses in ((8, 32, 48), (16, 40, 48), (16, 32, 56)):
+        with pytest.raises(NotTaken):
+            launch(*addresses)

@@ -4,6 +4,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,8 @@ from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import families
-from tunegemm.generate.cute_sm90 import FAMILY, Division, l2_hint
+from tunegemm.generate import cute_sm90, families
+from tunegemm.generate.cute_sm90 import FAMILY, Division, Order, block_of_a_gpc, l2_hint
 from tunegemm.generate.cute_sm90.rules import config_of
 from tunegemm.model.feasible import possible_kernels
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
@@ -265,6 +266,62 @@ def test_a_hint_names_the_kernels_operand(raster: str, swap_ab: bool) -> None:
     assert l2_hint(launch.with_launch(l2_hint="streamed")) == (1 if raster == "along_m" else 2)
 
 
+@pytest.mark.parametrize(
+    ("tile", "neighbours", "block"),
+    [
+        ({"cluster_m": 2, "cluster_n": 1}, 8, (1, 8)),  # clusters share B: a GPC's read the same rows of A
+        ({"cluster_m": 1, "cluster_n": 2}, 8, (8, 1)),
+        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 128, "tile_n": 176}, 16, (4, 4)),
+        ({"cluster_m": 1, "cluster_n": 1, "tile_m": 64, "tile_n": 256}, 16, (8, 2)),
+        ({"cluster_m": 1, "cluster_n": 1}, 1, (1, 1)),
+    ],
+)
+def test_a_gpc_has_the_block_for_which_it_reads_least(
+    tile: dict[str, int], neighbours: int, block: tuple[int, int]
+) -> None:
+    assert block_of_a_gpc(candidate(**tile), neighbours) == block
+
+
+@pytest.mark.parametrize(
+    ("cluster", "launch", "clusters", "order"),
+    [
+        ((2, 1), ("along_m", 16, "gpc"), 66, Order(7, 8, 1)),
+        ((2, 1), ("along_m", 4, "gpc"), 66, Order(7, 4, 2)),
+        ((2, 1), ("along_n", 4, "gpc"), 2, Order(7, 1, 8)),
+        ((1, 1), ("along_m", 8, "gpc"), 66, Order(7, 2, 4)),
+        ((2, 1), ("along_m", 4, "index"), 66, Order(0, 4, 1)),
+        ((2, 1), ("along_m", 4, "gpc"), 1, Order(0, 4, 1)),
+    ],
+)
+def test_clusters_of_a_gpc_have_a_block_of_the_swizzle(
+    monkeypatch: pytest.MonkeyPatch,
+    h200: Device,
+    cluster: tuple[int, int],
+    launch: tuple[str, int, str],
+    clusters: int,
+    order: Order,
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def gpcs(_: Device, size: int, clusters: int) -> list[int]:
+        asked.append((size, clusters))
+        return [*range(8)] * 8
+
+    monkeypatch.setattr(Device, "gpcs_of_clusters", gpcs)
+    monkeypatch.setattr(cute_sm90, "table_of", lambda places, index: SimpleNamespace(data_ptr=lambda: 7))
+    chosen = candidate(cluster_m=cluster[0], cluster_n=cluster[1], tile_n=256)
+    chosen = chosen.with_launch(
+        **dict(zip(("raster_order", "swizzle_size", "cluster_order"), launch, strict=True))
+    )
+    assert Order.of(chosen, h200, clusters) == order
+    assert asked == ([(math.prod(cluster), clusters)] if order.address else [])
+
+
+def test_clusters_of_a_modelled_device_go_by_index(h200: Device) -> None:
+    gpc_aware = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
+    assert Order.of(gpc_aware, h200, 66) == Order(0, 8, 1)  # blocks of one line are lines
+
+
 #: dtypes of operands and output, and what a tile of that has to be otherwise.
 _STORED: list[tuple[str, str, dict[str, int | str]]] = [
     ("bf16", "bf16", {}),
@@ -315,3 +372,20 @@ def test_every_box_that_is_stored_is_one_of_tmas(
             assert innermost % 16 == 0, "where the last tile begins"
             feasible += 1
     assert feasible > 50 and (refused > 10 or element_bytes > 1), (feasible, refused)
+
+
+@pytest.mark.parametrize(
+    ("split_k", "reduction", "units", "second"),
+    [
+        (1, "pairs", 0, False),
+        (1, "second_kernel", 0, False),
+        (4, "pairs", 64, False),
+        (4, "second_kernel", 64, True),
+    ],
+)
+def test_only_splits_have_work_units_and_a_second_kernel(
+    h200: Device, split_k: int, reduction: str, units: int, second: bool
+) -> None:
+    chosen = candidate().with_launch(**LAUNCH | {"split_k": split_k, "reduction": reduction})
+    division = Division.of(Problem.parse("512x512x65536"), chosen, h200)
+    assert (division.units, division.second_kernel) == (units, second)

@@ -9,7 +9,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.skinny import FAMILY
-from tunegemm.generate.skinny.rules import config_of
+from tunegemm.generate.skinny.rules import config_of, rows_of_tile, split_work
 from tunegemm.generate.tiles import persistent_grid
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
@@ -114,3 +114,14 @@ def test_every_number_of_rows_compiles(pool: CompilePool, h200: Device) -> None:
     for (problem, kernel), result in zip(pairs, compile_all(pool, pairs, h200), strict=True):
         assert FAMILY.check(problem, kernel, h200), FAMILY.check(problem, kernel, h200)
         assert result.artifact is not None, result.failure
+
+
+def test_splits_have_a_step_each_and_an_idle_half(h200: Device) -> None:
+    def allows(problem: Problem, split_k: int) -> bool:
+        return split_work(problem, candidate().with_launch(ctas="tiles", split_k=split_k), h200) is None
+
+    assert [allows(Problem(8, 64, k), 4) for k in (1024, 1023, 769, 768)] == [True, True, True, False]
+    assert [allows(Problem(8, 32 * tiles, 4096), 2) for tiles in (66, 67)] == [True, False]
+    assert allows(Problem(8, 32 * 999, 64), 1)
+    rows = {m: rows_of_tile(Problem(m, 64, 64), candidate(tile_m=16), h200) is None for m in (8, 9, 64, 65)}
+    assert rows == {8: False, 9: True, 64: True, 65: False}

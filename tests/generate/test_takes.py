@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tunegemm.generate import takes
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.takes import NotTaken
@@ -165,3 +166,44 @@ def test_kernels_that_have_scales_want_them_and_others_do_not(launched: list[tup
         with pytest.raises(NotTaken):
             made[kind](**operands(kind) | {"scales": given["scales"]} | words)
     assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "order", "words", "says"),
+    [
+        ((4, 24), (24, 1), (0, 1), {}, ""), ((4, 24), (32, 1), (0, 1), {}, ""),
+        ((4, 24), (24, 1), (1, 0), {}, "not contiguous along dimension 0"),
+        ((4, 24), (28, 1), (0, 1), {}, "lines 56 B apart"), ((4, 24), (28, 1), (0, 1), {"unit_bytes": 8}, ""),
+        ((4, 24), (16, 1), (0, 1), {}, "overlaps itself"), ((4, 24), (16, 1), (0, 1), {"apart": False}, ""),
+        ((4, 1), (8, 5), (0, 1), {}, "not contiguous along dimension 1"),
+        ((4, 1), (8, 5), (0, 1), {"apart": False}, ""), ((4, 2), (8, 5),
+        (0, 1), {"apart": False}, "contiguous"),
+        ((3, 4, 24), (96, 24, 1), (0, 1, 2), {}, ""), ((3, 4, 24), (88, 24, 1),
+        (0, 1, 2), {}, "overlaps itself"),
+        ((3, 4, 24), (24, 72, 1), (1, 0, 2), {}, ""),
+        ((1, 24), (2**39 - 8, 1), (0, 1), {}, ""), ((1, 24), (2**39, 1), (0, 1), {}, "lines 1099511627776 B"),
+    ],
+)  # fmt: skip
+def test_lines_of_an_operand_are_apart_and_in_units(
+    shape: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...], words: dict[str, Any], says: str
+) -> None:
+    tensor = torch.empty(1024, dtype=BF16).as_strided(shape, strides)
+    place = takes.Place("x", tensor, "bfloat16", shape, order, **words)
+    found = place.objection(torch.device("cpu"))
+    assert says in found and bool(says) == bool(found)
+    other_shape = *shape[:-1], shape[-1] + 1
+    for other in (
+        takes.Place("x", tensor, "float16", shape, order, **words),
+        takes.Place("x", tensor, "bfloat16", other_shape, order, **words),
+    ):
+        assert other.objection(torch.device("cpu")).startswith(f"x is {shape} torch.bfloat16 on cpu, not ")
+    assert "not" in place.objection(torch.device("meta"))
+    again = takes.Place("y", tensor, "bfloat16", shape, order, **words)
+    assert takes.first_objection([again, place], torch.device("cpu")) == (found.replace("x ", "y ", 1))
+
+
+def test_extents_are_from_one_to_31_bits() -> None:
+    assert takes.wrong_extents(m=1, n=2**31 - 1) == ""
+    assert takes.wrong_extents(m=1, n=0) == f"n is 0, not from 1 to {2**31 - 1}"
+    assert takes.wrong_extents(m=2**31).startswith(f"m is {2**31}, not")
+    assert "operands at these addresses: a 0x11, c 0x20;" in str(takes.not_aligned(a=17, b=0, c=32))

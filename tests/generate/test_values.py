@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -90,11 +92,45 @@ def of_family(examples: Examples) -> dict[str, Any]:
     return found
 
 
+#: Extents at which rules change their minds: of tiles, of a wave, of splits of k, of lines of whole units.
+BORDERS = [
+    *(Problem(m, n, k) for m, n, k in (
+        (1, 64, 64), (8, 256, 256), (16, 4096, 512), (17, 8448, 1024), (64, 2112, 2048), (65, 4096, 65536),
+        (128, 128, 8192), (129, 264, 1000), (256, 8448, 4096), (2112, 4224, 512), (4096, 4096, 4096),
+    )),
+    Problem(64, 1004, 512, out_dtype="fp32"), Problem(128, 512, 2048, 3, a_major="m", b_major="n"),
+    Problem(64, 512, 2048, in_dtype="fp16", epilogue="bias_n+swiglu"), Problem(8, 520, 4096, alignment=4),
+    Problem(128, 512, 2048, in_dtype="fp8_e4m3", out_dtype="bf16", accumulation="two_level"),
+    Problem(128, 512, 2048, in_dtype="int8", out_dtype="int32"), Problem(512, 512, 2048, out_major="m"),
+]  # fmt: skip
+
+
+def of_rules(examples: Examples) -> dict[str, Any]:
+    """How many launches each rule refuses by itself, and a hash of all that it says."""
+    name, chance = examples.family, random.Random(examples.family)
+    kernels = [*map(examples.candidate, [one.change for one in examples.rejected]), *drawn(name, 60)]
+    some = [chance.choice(launches(name, kernel)) for kernel in kernels]
+    found: dict[str, Any] = {}
+    for part in DEVICES[:2]:
+        device = find_device(f"model:{part}")
+        for rule in families.generator(name).rules:
+            said: list[str] = []
+            for problem, launch in itertools.product(BORDERS, some):
+                try:
+                    objection = rule(problem, launch, device)
+                except (ArithmeticError, LookupError, ValueError) as error:  # an earlier rule refuses those
+                    objection = type(error).__name__
+                said += [] if objection is None else [objection]
+            text = hashlib.sha256("\n".join(said).encode()).hexdigest()
+            found[f"{name} rule {rule.name} {part}"] = [len(said), text[:8]]
+    return found
+
+
 def values() -> dict[str, Any]:
-    return {key: value for each in EXAMPLES for key, value in of_family(each).items()}
+    return {key: value for each in EXAMPLES for key, value in (of_family(each) | of_rules(each)).items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("examples", EXAMPLES, ids=lambda each: each.family)
 def test_they_are_what_they_were(examples: Examples) -> None:
-    assert_pinned("tests.generate.test_values", of_family(examples), of=f"{examples.family} ")
+    found = of_family(examples) | of_rules(examples)
+    assert_pinned("tests.generate.test_values", found, of=f"{examples.family} ")

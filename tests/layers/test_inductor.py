@@ -16,7 +16,10 @@ from tests.support.forks import Forks
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, Layer, given, made
+from tunegemm.dispatch import extension
+from tunegemm.layers import graph_pass
 from tunegemm.layers.graph_pass import Fusion
+from tunegemm.layers.patterns import Match
 
 pytestmark = pytest.mark.usefixtures("planner")
 
@@ -76,6 +79,38 @@ def test_caches_may_pickle_it() -> None:
         found = config.pre_grad_custom_pass
         assert isinstance(found, CustomGraphPass) and found.uuid() is not None
         assert pickle.loads(pickle.dumps(found)).uuid() == found.uuid()
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_which_matches_inductor_calls_by_a_function(monkeypatch: pytest.MonkeyPatch, pays: bool) -> None:
+    monkeypatch.setattr(graph_pass, "pays", lambda *_: pays)
+
+    def served(kind: str, operands: int, *words: Any) -> bool:
+        match = Match(kind, (), (None,) * operands, print, words)  # type: ignore[arg-type]
+        return graph_pass.function_of(match, ()) is not None
+
+    assert served("linear", 2)
+    assert [served("chain", 2, "silu", False, residual) for residual in (False, True)] == [True, False]
+    assert [served("gate", operands, "silu") for operands in (2, 3, 5)] == [False, pays, False]
+    assert not served("several", 3, "silu")
+
+
+@pytest.mark.parametrize(
+    ("served", "wrapper", "pays"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_a_gate_pays_for_as_many_rows_as_were_traced(
+    monkeypatch: pytest.MonkeyPatch, served: bool, wrapper: bool, pays: bool
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(graph_pass, "value", lambda node: torch.empty(2, 3, 64))
+    monkeypatch.setattr(extension, "gpu_of", lambda device: "a GPU")
+    monkeypatch.setattr(
+        graph_pass.joint, "chosen", lambda *given, **words: asked.append((*given, words)) or (served or None)
+    )
+    match = Match("gate", (), (None,) * 3, print, ("silu",))  # type: ignore[arg-type]
+    with config.patch(cpp_wrapper=wrapper):
+        assert graph_pass.pays(match, (96, 64, 64, torch.bfloat16, torch.device("cpu"))) == pays
+    assert asked == [(6, (96, 96), 64, torch.bfloat16, "a GPU", {"gate": "swiglu"})]
 
 
 @pytest.mark.slow

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tunegemm.errors import MeasureError
 from tunegemm.measure import race as own
-from tunegemm.measure.race import SteadyState, race, steady_race
+from tunegemm.measure.race import SteadyState, groups_of, is_in_doubt, leads, race, steady_race
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, SCREEN, RaceSettings
 
 
@@ -326,3 +329,36 @@ def test_survivors_compare_by_the_rounds_that_both_have() -> None:
     assert own.survivors([0, 1], 0, [[90.5], [90.0, 50.0, 50.0]], settings) == [0, 1]
     assert own.survivors([0, 1], 0, [[91.5], [90.0, 95.0, 95.0]], settings) == [0, 1], "one leads by luck"
     assert own.survivors([0, 1], 0, [[96.0], [90.0, 95.0, 95.0]], settings) == [1]
+
+
+@pytest.mark.parametrize(
+    ("times", "least", "found"),
+    [([[10.0, 10.0], [10.0]], 0.0, []), ([[10.0], [8.0]], 0.0, [0.25]), ([[10.0], [8.0]], 0.25, []),
+     ([[10.0], [8.0], [16.0]], -1.0, [0.25, -0.375])],
+)  # fmt: skip
+def test_leads_over_the_baseline_that_exceed_a_limit(
+    times: list[list[float]], least: float, found: list[float]
+) -> None:
+    assert leads(range(len(times)), 1, times, least) == pytest.approx(found)
+    assert leads([0, 2], 1, [[10.0], [1.0], [8.0]], 0.0) == pytest.approx([0.25]), "those that remain"
+    assert leads([0, 1, 2], 2, [[12.0], [8.0], [8.0]], 0.0) == pytest.approx([0.25]), (
+        "of two captures the mean"
+    )
+
+
+@pytest.mark.parametrize(
+    ("doubt", "own", "is_open"),
+    [((), 8.0, False), ((0.0, 0.25), 8.0, False), ((0.0, 0.26), 8.0, True), ((0.25, 0.5), 8.0, False),
+     ((0.24, 0.5), 8.0, True), ((0.0, 0.5), 10.0, False)],
+)  # fmt: skip
+def test_a_lead_between_two_limits_is_in_doubt(doubt: tuple[float, ...], own: float, is_open: bool) -> None:
+    settings: Any = SimpleNamespace(steady_doubt=doubt)
+    assert is_in_doubt([0, 1], 1, [[10.0], [own]], settings) == is_open
+
+
+def test_groups_are_few_and_of_about_equal_size() -> None:
+    for count, most in itertools.product(range(1, 20), range(1, 7)):
+        groups = groups_of(range(count), most)
+        sizes = list(map(len, groups))
+        assert [item for group in groups for item in group] == list(range(count))
+        assert len(groups) == math.ceil(count / most) and max(sizes) - min(sizes) <= 1 and max(sizes) <= most

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -247,3 +248,20 @@ def test_every_shipped_sweep_can_be_read() -> None:
             assert any(
                 isinstance(outcome, Measurement) for outcome in replay.sweep(problem).outcomes.values()
             )
+
+
+def test_the_fastest_of_a_family_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = open_replay("h200")
+
+    def outcome(family: str, tile: int, ratio: float | None) -> Measurement | Failure:
+        candidate = Candidate.make(family, {"tile_m": tile} if tile else {})
+        if ratio is None:
+            return Failure(candidate, "load", "no")
+        return Measurement(candidate, (1.0,), (ratio,), 0.0, 0.0)
+
+    outcomes = [outcome("a", 1, 1.1), outcome("b", 2, 1.5), outcome("a", 3, 1.2), outcome("a", 4, None),
+                outcome("library", 0, 1.0)]  # fmt: skip
+    sweep = SimpleNamespace(outcomes={each.candidate: each for each in outcomes})
+    monkeypatch.setattr(ReplayDevice, "sweep", lambda *_: sweep)
+    assert [each["tile_m"] for each in replay.fastest_first(PROBLEM, "a")] == [3, 1]
+    assert [each.family for each in replay.discover(PROBLEM)] == ["library"]

@@ -229,3 +229,22 @@ def test_failures_of_the_moment() -> None:
     reasons = (("timeout", "no answer"), ("compile", "out of memory"), ("launch", "refused"))
     failures = [Failure(KERNEL, stage, reason) for stage, reason in reasons]  # type: ignore[arg-type]
     assert [failure.is_transient for failure in failures] == [True, True, False]
+
+
+@pytest.mark.parametrize(("noise", "margin"), [(0.002, 0.007), (0.25, 0.01)])
+def test_what_equals_the_margin_does_not_beat_torch(noise: float, margin: float) -> None:
+    def of(ratio: float, last: float) -> Measurement:
+        return Measurement(KERNEL, (1.0,) * 9, (ratio,) * 6 + (last,) * 3, 1e-3, noise)
+
+    border = 1 + min(noise + 0.005, 0.01)
+    assert border == pytest.approx(1 + margin)
+    assert not beats(of(border, 1.5), None) and beats(of(border + 1e-9, 1.5), None)
+    assert beats(of(1.5, 1.0), None) and not beats(of(1.5, 1.0 - 1e-9), None)
+
+
+def test_how_many_rounds_choose() -> None:
+    def of(count: int, steady_ms: float) -> Measurement:
+        return Measurement(KERNEL, (1.0,) * count, (1.0,) * count, 1e-3, 0.01, {STEADY_MS: steady_ms})
+
+    assert [choosing_rounds(of(count, 0.0)) for count in (1, 2, 3, 4, 9, 10)] == [0, 2, 2, 3, 6, 7]
+    assert [choosing_rounds(of(count, 20.0)) for count in (1, 2, 3, 9)] == [0, 1, 2, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -267,7 +270,13 @@ def test_a_worker_says_what_its_phases_took(worker: MeasureWorker) -> None:
     worker.discover(PROBLEM)
     before = dict(worker.seconds)
     [*worker.measure(PROBLEM, [planted("good")], QUICK)]
-    assert before["start"] > 0 and set(worker.seconds) >= {"start", "operands", "baseline", "checks", "races"}
+    assert 0 < before["start"] < 60 and set(worker.seconds) >= {
+        "start",
+        "operands",
+        "baseline",
+        "checks",
+        "races",
+    }
     assert all(worker.seconds[phase] > before.get(phase, 0.0) for phase in ("checks", "races"))
     assert worker.seconds["start"] == before["start"]
 
@@ -307,6 +316,17 @@ def test_a_child_that_was_started_before_its_device_was_known() -> None:
     ):
         broken.process.wait(60)
         worker.discover(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "words"),
+    [(0, b"", "ended with exit code 0"), (1, b"first\n last \n\n", "ended with exit code 1: last"),
+     (-9, b"first\xff", "killed by signal 9: first\ufffd"),
+     (2, b"x" * 5000 + b"\nend", "ended with exit code 2: end")],
+)  # fmt: skip
+def test_the_last_words_of_a_child(code: int, output: bytes, words: str) -> None:
+    ended = SimpleNamespace(process=SimpleNamespace(wait=lambda timeout: code), _output=io.BytesIO(output))
+    assert Child.last_words(cast(Child, ended)) == words
 
 
 def test_close_ends_the_child(worker: MeasureWorker) -> None:

@@ -440,3 +440,12 @@ def test_no_steady_ratio_without_a_tile(h200: Device) -> None:
     assert model.steady_ratios(problem, {}, h200) == {}
     with pytest.raises(SpaceError, match="tile"):
         model.steady_ratios(problem, {TORCH_MM: 1.0}, h200)
+
+
+def test_few_rows_or_columns_have_no_other_ratio_in_steady_state(h200: Device) -> None:
+    kernel = tile(128, 128)
+    for shape, is_same in (("256x4096x4096", True), ("4096x256x4096", True), ("257x4096x4096", False)):
+        found = model.steady_ratios(Problem.parse(shape), {kernel: 1.25}, h200)
+        assert (found == {kernel: 1.25}) == is_same, shape
+    bound = {shape: model.is_memory_bound(Problem.parse(shape)) for shape in ("64x512x512", "512x64x512")}
+    assert all(bound.values()) and not model.is_memory_bound(Problem.parse("65x512x512"))

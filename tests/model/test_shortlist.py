@@ -94,3 +94,16 @@ def test_kernels_of_few_rows_are_those_of_the_next_eight() -> None:
         candidates = [found.candidate(problem, number) for number in range(len(found))]
         tiles = {one["tile_m"] for one in candidates if one.family == "skinny"}
         assert tiles == ({tile} if tile in SKINNY else set()), (m, tiles)
+
+
+def test_launches_without_splits_come_first_and_each_kernel_has_one_of_either_kind() -> None:
+    problem = Problem.parse("16x4096x14336")
+    found = shortlist.choices(problem, DEVICE)
+    launches = [found.candidate(problem, number) for number in range(len(found))]
+    splits = [int(launch.params.get("split_k", 1)) > 1 for launch in launches]
+    assert splits == sorted(splits) and 0 < sum(splits) < len(splits)
+    kinds = [(launch.kernel, is_split) for launch, is_split in zip(launches, splits, strict=True)]
+    assert len(set(kinds)) == len(kinds)
+    for launch, is_split in zip(launches, splits, strict=True):
+        assert is_split or tiles.streams(launch) or launch.params.get("reduction", "pairs") == "pairs"
+        assert families.get(launch.family).check(problem, launch, DEVICE).runs

@@ -229,3 +229,23 @@ def test_divisions_of_the_rows_are_those_of_the_records_best_measurement() -> No
     assert explain.with_skews(record, others[:2]) is record
     assert over_skews(found.telemetry) == "over divisions of the rows: hot 0.900, uniform 1.200; worst hot"
     assert over_skews({}) == over_skews({"skews": {"hot": "fast"}}) == ""
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "says"),
+    [((3, 4), (5, 6), "a has 4 columns and b 5 rows"), ((3, 4), None, "takes two tensors"),
+     ((2, 3, 4), (2, 5, 6), "a has 4 columns and b 5 rows"), ((4,), (4,), "fall back to torch")],
+)  # fmt: skip
+def test_operands_that_do_not_fit_are_said(a: tuple[int, ...], b: tuple[int, ...] | None, says: str) -> None:
+    left = torch.zeros(a, dtype=torch.bfloat16)
+    right: Any = "text" if b is None else torch.zeros(b, dtype=torch.bfloat16)
+    with pytest.raises(ProblemError, match=says):
+        tunegemm.explain(left, right)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("False", False), ("12", 12), ("-3", -3), ("a", "a")]
+)
+def test_values_of_a_candidate_are_read(text: str, value: int | str | bool) -> None:
+    found = explain.parsed_value(text)
+    assert found == value and type(found) is type(value)

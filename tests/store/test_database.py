@@ -28,7 +28,7 @@ from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.describe.stored import document_of
+from tunegemm.describe.stored import cells_of, document_of
 from tunegemm.errors import DatabaseError
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Failure, Measurement
@@ -105,6 +105,7 @@ class TestPublishing(Store):
         assert len(database.records()) == 3
         assert len(database.records(FINGERPRINT)) == 2
         assert database.problems() == sorted([PROBLEM, other_problem])
+        assert sorted(database.lookup().problems()) == sorted(map(cells_of, database.problems()))
         assert [record.ratio for record in database.records(other_fingerprint)] == [pytest.approx(1.04)]
 
     def test_odd_evidence_is_kept_rather_than_lost(self, database: Database) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tests.support.stores import damage
 from tunegemm.cli.app import app
 from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL, leaders
 from tunegemm.measure.outcome import Measurement
-from tunegemm.store import Database
-from tunegemm.store.history import Change, changes, related, seeds
+from tunegemm.store import Database, Record, queries
+from tunegemm.store.history import Change, changes, compare, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
@@ -242,3 +243,47 @@ class TestCommands:
         ):
             code, _, err = self.run(capsys, *arguments)
             assert code == 2 and named in err and err.count("\n") == 1, err
+
+
+def test_ones_own_measurement_of_the_library_counts_before_an_imported_one(tmp_path: Path) -> None:
+    problem, library = PROBLEM, Candidate.make("cublaslt", {"algorithm": "cublaslt"})
+    location = tmp_path / "own.sqlite"
+
+    def measured(candidate: Candidate, ratio: float) -> Measurement:
+        return Measurement(candidate, (10.0,) * 3, (10.0 * ratio,) * 3, 1e-3, 0.0)
+
+    with Database.open(location, create=True) as database:
+        database.publish(
+            problem, DEVICE, measured(Candidate.make("cute_sm90", {"tile_m": 1}), 1.5), label="a"
+        )
+        for ratio in (1.0, 1.25):
+            database.publish(problem, DEVICE, measured(library, ratio), label="library")
+    damage(location, "UPDATE measurements SET origin = 'elsewhere' WHERE ratio > 1.2 AND ratio < 1.3")
+    with Database.open(location) as database:
+        frame = queries.latest_records(database, "cublaslt")
+    assert frame["vendor_ratio"].tolist() == [pytest.approx(1.0)] and frame["ratio"].tolist() == [
+        pytest.approx(1.5)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noise", "verdict"),
+    [
+        (1.5, 1.0, 0.5, "same"), (1.5, 1.0, 0.49, "slower"), (1.0, 2.0, 0.5, "same"),
+        (1.0, 2.0, 0.49, "faster"),
+        (1.0, 1.0, 0.0, "same"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("library", ["2.13", "2.14"])
+def test_a_change_is_one_beyond_the_noise(
+    before: float, after: float, noise: float, verdict: str, library: str
+) -> None:
+    def record(ratio: float, torch: str) -> Any:
+        fingerprint = replace(FINGERPRINT, torch=torch, cuda="13.0")
+        return Record(
+            PROBLEM, KERNEL, fingerprint, noise=noise, samples_us=(12.0 / ratio,) * 8, baseline_us=(12.0,) * 8
+        )
+
+    found = compare(record(before, "2.13"), record(after, library))
+    assert (found.verdict, found.by) == (verdict, "ratio" if library == "2.13" else "time")
+    assert found.change == pytest.approx(before / after - 1)

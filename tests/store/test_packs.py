@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -376,3 +377,21 @@ def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.Monk
     run("unload", name)
     assert {one.layer for one in read_records()[0]} == {"system"}
     run("unload", code=2)
+
+
+def test_of_a_problem_the_record_of_the_narrowest_layer_is_packed() -> None:
+    """A database that is opened by name is narrower than every layer."""
+    layers = ["project", "", "system", "user", "pack"]
+    same = [replace(RECORDS[0], layer=layer) for layer in layers]
+    assert [each.layer for each in packing.distinct(same[2:])] == ["user"]
+    assert [each.layer for each in packing.distinct(same)] == [""]
+
+
+def test_families_that_cannot_be_launched_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = {"cute_sm90": "lacks x", "triton_tma": None}
+    monkeypatch.setattr(
+        families,
+        "get",
+        lambda name: SimpleNamespace(unavailable=lambda launching: lacks[name] if launching else ""),
+    )
+    assert packing.cannot_launch(RECORDS) == {"cute_sm90": "lacks x"}

@@ -10,7 +10,6 @@ import torch
 import tunegemm
 from tests.support.serving import Bound, fails, serving_by, with_other_device_current
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.library import block_scales
 from tunegemm.errors import ProblemError
 from tunegemm.torch import blocks as own
 
@@ -131,20 +130,6 @@ def test_scales_that_torch_has_are_torchs() -> None:
     with pytest.raises((RuntimeError, ValueError)) as raised:
         tunegemm.scaled_mm(A, B, SCALE_A, torch.rand(4, 300), out_dtype=BF16)
     assert not isinstance(raised.value, ProblemError)
-
-
-def test_operators_say_which_scales_are_of_blocks() -> None:
-    plain: list[Any] = [A, B, SCALE_A, SCALE_B, None, None, BF16, False]
-    v2: list[Any] = [A, B, [SCALE_A], [4], [], [SCALE_B], [5], [], None, BF16, [], False]
-    for name, arguments in (("_scaled_mm", plain), ("_scaled_mm_v2", v2)):
-        found = block_scales(name, arguments)
-        assert found is not None
-        assert [found[place] is each for place, each in enumerate((A, B, SCALE_A, SCALE_B, BF16))] == [
-            True
-        ] * 5
-    assert block_scales("_scaled_mm", [*plain[:4], torch.rand(300)]) is None  # a bias
-    for place, other in ((3, [5]), (6, [4]), (4, [1]), (2, [SCALE_A, SCALE_A])):
-        assert block_scales("_scaled_mm_v2", [*v2[:place], other, *v2[place + 1 :]]) is None
 
 
 def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:

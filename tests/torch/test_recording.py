@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tunegemm.describe.workload import Product, Workload, demands
 from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import Activation
 from tunegemm.errors import WorkloadError
+from tunegemm.torch import recording as recording_of_torch
 from tunegemm.torch.recording import Recording
 
 BF16 = torch.bfloat16
@@ -242,6 +244,25 @@ class TestTorchsAlone:
         assert why in one(recording).kind.refusal
         found, (line,) = demands(recording.products)
         assert found == [] and why in line
+
+
+def test_products_of_fp32_are_other_ones_where_tf32_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal calls are described once: those of 16 bits whatever is allowed, those of fp32 for each."""
+    allowed = [False]
+    monkeypatch.setattr(recording_of_torch, "tf32_allowed", lambda: allowed[0])
+    described: list[torch.dtype] = []
+    kind = recording_of_torch.kind_of
+
+    def seen(asked: Any, results: Any, a: torch.Tensor, *others: Any) -> Any:
+        described.append(a.dtype)
+        return kind(asked, results, a, *others)
+
+    monkeypatch.setattr(recording_of_torch, "kind_of", seen)
+    with tunegemm.record():
+        for allowed[0] in (False, True, False):
+            for dtype in (torch.float32, BF16):
+                torch.mm(torch.ones(24, 72, dtype=dtype), torch.ones(72, 136, dtype=dtype))
+    assert described == [torch.float32, BF16, torch.float32]
 
 
 class TestCompiled:

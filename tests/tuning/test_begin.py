@@ -200,3 +200,16 @@ def test_only_what_is_known_and_fits_is_planned(
     assert planning.ranked_by(problem, "quick", None, Urgency.NOW) == []
     assert asked == [FITS] * (is_known and problem is FITS)
     planning.close()
+
+
+def test_the_first_search_knows_all_results_and_each_other_one_its_familys(
+    database: Database, tmp_path: Path
+) -> None:
+    with planted_tuner(DEVICE, database, cache=tmp_path, families=["cute_sm90", "gluon_wgmma"]) as tuner:
+        ranked = tuner.kernels.ranked(PROBLEM, "gluon_wgmma").predictions[0]
+        for candidate in (PLAIN, ranked.candidate):
+            database.publish(PROBLEM, DEVICE, measurement(candidate, 9.0), method=evidence.SCREEN)
+        study = start_search(run_of(tuner, capped()), tuner.kernels, [TORCH_MM])
+        first, second = study.order.searches  # type: ignore[union-attr]
+        assert set(first.results) == {PLAIN, ranked.candidate}
+        assert set(second.results) == {ranked.candidate}

@@ -240,20 +240,6 @@ def test_a_worker_knows_what_it_takes_next_and_an_idle_one_takes_it_instead(
     assert set(measured(location).values()) == {1}
 
 
-def test_a_reserved_product_has_what_is_left_of_its_budget() -> None:
-    seat = cluster.Seat(None)
-    seat.reserve(Request(POISON, budget_seconds=60.0))
-    seat.since -= 20.0
-    taken = seat.take()
-    assert taken is not None and taken.budget_seconds == pytest.approx(40.0, abs=1.0)
-    assert seat.take() is None
-    seat.reserve(Request(POISON, budget_seconds=60.0))
-    seat.since -= 61.0
-    assert seat.take() is None
-    seat.reserve(Request(POISON))
-    assert seat.take() == Request(POISON)
-
-
 def test_workers_that_die_and_gpus_that_go_away(address: str, tmp_path: Path) -> None:
     location = str(tmp_path / "tuning.sqlite")
     Database.open(location, create=True).close()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import tunegemm
@@ -11,7 +14,9 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement
+from tunegemm.tuning import tuner
 from tunegemm.tuning.progress import Progress, TuneResult, bar
+from tunegemm.tuning.tuner import as_problem
 
 OURS = Candidate.make("cute_sm90", {"tile_m": 64, "schedule": "pingpong"}, {"swizzle_size": 4})
 
@@ -112,3 +117,94 @@ def test_mm_is_torchs_where_nothing_is_tuned() -> None:
     with pytest.raises(RuntimeError, match=r"2D|matrices|matrix"):
         tunegemm.mm(a[None], a.t())
     assert issubclass(tunegemm.TunegemmWarning, UserWarning)
+
+
+def test_a_bar_moves_by_what_was_measured_and_is_drawn_anew_at_each_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[Any] = []
+
+    class Bar:
+        n = total = 0
+
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def set_description(self, text: str, refresh: bool) -> None:
+            said.append(text)
+
+        def set_postfix_str(self, text: str, refresh: bool) -> None:
+            said.append(text)
+
+        def update(self, count: int) -> None:
+            self.n += count
+            said.append((self.n, self.total))
+
+        def refresh(self) -> None:
+            said.append("drawn")
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    problem = Problem.parse("64x64x64")
+
+    def news(stage: str, measured: int, failed: int, planned: int, ratio: float | None = None) -> Any:
+        return SimpleNamespace(
+            problem=problem, stage=stage, measured=measured, failures={"load": failed}, planned=planned,
+            best_ratio=ratio,
+        )  # fmt: skip
+
+    told: list[Any] = []
+    with bar(told.append) as report:
+        for each in (news("screen", 0, 0, 0), news("screen", 2, 1, 4, 1.25), news("final", 5, 1, 4, 1.25)):
+            report(each)
+    assert said == [
+        f"{problem} screen", "", (0, 1), "drawn", f"{problem} screen", "best 1.250 x torch.mm", (3, 4),
+        f"{problem} final", "best 1.250 x torch.mm", (4, 4), "drawn",
+    ]  # fmt: skip
+    assert [each.measured for each in told] == [0, 2, 5]
+    with bar() as report:
+        report(news("done", 1, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [((4, 5, 6), "4x5x6"), ([4, 5, 6, 7], "4x5x6x7"), ("4x5x6", "4x5x6"), (Problem(4, 5, 6), "4x5x6"),
+     ((4, 5.0, 6), None), ({4, 5}, None), (4, None), ((True, 5, 6), None)],
+)  # fmt: skip
+def test_a_problem_by_its_extents(given: Any, shape: str | None) -> None:
+    if shape is None:
+        with pytest.raises(ProblemError, match="give a Problem, "):
+            as_problem(given)
+    else:
+        assert as_problem(given).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("spec", "gpus", "found"),
+    [(None, 0, "replay:h200"), (None, 1, "cuda:0"), ("model:h200", 0, "model:h200"), (7, 0, None)],
+)
+def test_a_device_by_its_name_or_what_is_here(
+    monkeypatch: pytest.MonkeyPatch, spec: Any, gpus: int, found: str | None
+) -> None:
+    monkeypatch.setattr(tuner, "cuda_device_count", lambda: gpus)
+    monkeypatch.setattr(tuner, "find_device", lambda spec: spec)
+    if found is None:
+        with pytest.raises(TunegemmError, match=r"give a tunegemm\.Device"):
+            tuner.open_device(spec)
+        return
+    device: Any = tuner.open_device(spec)
+    assert getattr(device, "spec", device) == found
+    for name in (None, "cuda:0", "cuda"):
+        if gpus:
+            assert tuner.open_gpu(name) == (name or "cuda:0")  # type: ignore[comparison-overlap]
+        else:
+            with pytest.raises(TunegemmError, match="no CUDA device here"):
+                tuner.open_gpu(name)
+    for name in ("replay:h200", "model:h200"):
+        with pytest.raises(TunegemmError, match="measures nothing"):
+            tuner.open_gpu(name)

@@ -109,7 +109,7 @@ def invariant_options(
     origins: dict[Candidate, Record] = {}
     close: set[Candidate] = set()
     ours = shortlist.ordered_kernels(problem)
-    for record, is_close in _records(snapshot, problem, device, everywhere=not ours):
+    for record, is_close in near_records(snapshot, problem, device, everywhere=not ours):
         kernel = record.candidate.kernel
         if kernel not in origins and not policy.refusal(problem, record.candidate):
             origins[kernel] = record
@@ -142,7 +142,7 @@ def invariant_options(
     return tuple(options)
 
 
-def _records(
+def near_records(
     snapshot: Snapshot, problem: Problem, device: Device, *, everywhere: bool
 ) -> Iterator[tuple[Record, bool]]:
     """Records with the same N and K, the nearest first, and whether each is close.

@@ -127,7 +127,7 @@ class Fitted:
     _leads: dict[tuple[Problem, Device], float] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
-    """The lead over the margin, in log, at ends of ranges of rows (`_lead`)."""
+    """The lead over the margin, in log, at ends of ranges of rows (`lead_of`)."""
 
     @classmethod
     def of(cls, name: str, gpu: str, folder: Path | None = None) -> Fitted | None:
@@ -170,14 +170,14 @@ class Fitted:
             refusal = f"there are no predictions for them at {problem.m} rows"
             rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
             return Outlook(refusal=refusal, rows=rows)
-        if (between := self._between(problem.m)) is not None:
-            leads = [self._lead(replace(problem, m=end), device, ask) for end in between]
+        if (between := self.range_of(problem.m)) is not None:
+            leads = [self.lead_of(replace(problem, m=end), device, ask) for end in between]
             if max(leads) <= -SURELY:
                 where = f"at {between[0]} to {between[1]} rows"
                 return Outlook(
                     refusal=f"the best shipped kernel is predicted to gain too little {where}", rows=between
                 )
-        case, loss, margin, candidate_of, logs = self._asked(problem, device, ask)
+        case, loss, margin, candidate_of, logs = self.asked_of(problem, device, ask)
         order = np.argsort(-logs, kind="stable").tolist()
         best = logs[order[0]] if order else -math.inf
         if best <= margin:
@@ -232,23 +232,23 @@ class Fitted:
         """The number of the range that contains the problem's rows."""
         return next(number for number, high in enumerate(self.rows) if problem.m <= high)
 
-    def _between(self, m: int) -> tuple[int, int] | None:
+    def range_of(self, m: int) -> tuple[int, int] | None:
         """The ends of the range that contains m and is decided as one; None if there is no such range."""
         step = math.floor(RANGES * math.log2(m / FROM_ROWS))
         low, high = _end(step), _end(step + 1)
         return (low, high) if FROM_ROWS <= low <= m <= high <= self.rows[-1] else None
 
-    def _lead(self, problem: Problem, device: Device, ask: Asks) -> float:
+    def lead_of(self, problem: Problem, device: Device, ask: Asks) -> float:
         """By how much the best expected ratio passes the margin, in log."""
         key = problem, device
         if (known := self._leads.get(key)) is None:
             if len(self._leads) >= MOST_LEADS:
                 self._leads.clear()
-            _, _, margin, _, logs = self._asked(problem, device, ask)
+            _, _, margin, _, logs = self.asked_of(problem, device, ask)
             known = self._leads[key] = float(logs.max()) - margin if len(logs) else -math.inf
         return known
 
-    def _asked(
+    def asked_of(
         self, problem: Problem, device: Device, ask: Asks
     ) -> tuple[str, float, float, Callable[[int], Candidate], Floats]:
         """The case, the loss in sustained work, the threshold to pass, and the result of `expected`."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
 #: Bad rows to name one by one; the others are only counted.
-_NAMED = 20
+NAMED = 20
 
 
 @app.command("export")
@@ -62,12 +62,12 @@ def export_command(
             rows = of_shapes(sound(dump(database), skipped), shapes)
             first = next(rows, None)
             if first is None:
-                _name_skipped(skipped)
+                name_skipped(skipped)
                 kind = " of that kind" if shapes else ""
                 raise UsageError(f"{database.name}: nothing{kind} to export; see `tunegemm leaderboard`")
             write(chain([first], rows), out)
             paths = [out]
-    _name_skipped(skipped)
+    name_skipped(skipped)
     for path in paths:
         printing.say(f"wrote {path}", err=descriptor(path) == 1)  # stdout carries only the rows
 
@@ -172,7 +172,7 @@ def _print(name: str, report: Report) -> None:
     printing.say(
         f"{name}: {report.added} rows added, {report.known} known already, {len(report.skipped)} left out"
     )
-    _name_skipped(report.skipped)
+    name_skipped(report.skipped)
     for conflict in report.conflicts:
         printing.say(
             f"conflict {conflict.problem} on {conflict.device_name}: "
@@ -180,16 +180,16 @@ def _print(name: str, report: Report) -> None:
         )
 
 
-def _name_skipped(lines: list[str]) -> None:
+def name_skipped(lines: list[str]) -> None:
     """Reasons that differ in numbers only are one line, with how many rows have them."""
     groups: dict[str, list[str]] = {}
     for line in lines:
         groups.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", line), []).append(line)
     ordered = sorted(groups.values(), key=len, reverse=True)
-    for same in ordered[:_NAMED]:
+    for same in ordered[:NAMED]:
         more = f" (and {len(same) - 1} more like it)" if len(same) > 1 else ""
         printing.say(f"left out: {same[0]}{more}", err=True)
-    if rest := sum(map(len, ordered[_NAMED:])):
+    if rest := sum(map(len, ordered[NAMED:])):
         printing.say(f"left out: {rest} more", err=True)
 
 

@@ -95,7 +95,7 @@ def command(
             command = tune_command(problem, families=families)
         words = [*missing[:1], *filter(None, (dtype, out_dtype, layout, families))]
         raise arguments.UsageError(
-            f"{place}: {_lacking(words, measured, families)}; run `{command}` on a GPU first"
+            f"{place}: {what_lacks(words, measured, families)}; run `{command}` on a GPU first"
         )
     kept = set(map(cells_of, problems))
     frame = frame[[values in kept for values in frame[list(FIELDS)].itertuples(index=False, name=None)]]
@@ -140,7 +140,7 @@ def _of_device(frame: pandas.DataFrame, device: str | None) -> tuple[pandas.Data
     return frame[frame["device_name"] == name], others
 
 
-def _lacking(words: list[str], measured: list[Problem], families: str | None) -> str:
+def what_lacks(words: list[str], measured: list[Problem], families: str | None) -> str:
     """The reason for an empty leaderboard."""
     if not measured:
         return f"no measurements{f' with {families}' if families else ''} yet"

@@ -91,7 +91,7 @@ def load_command(
 
     for file in files:
         pack = packs.install(file, sha256=sha256)
-        printing.say(f"loaded {file} as {pack.name}: {_describe(pack)}")
+        printing.say(f"loaded {file} as {pack.name}: {described(pack)}")
 
 
 def unload_command(
@@ -110,7 +110,7 @@ def unload_command(
         printing.say(f"unloaded {packs.remove(name)}")
 
 
-def _describe(pack: Pack) -> str:
+def described(pack: Pack) -> str:
     """The contents of a pack and, with a GPU, how much of it works here; prints missing parts to stderr."""
     from tunegemm.store.packing import cannot_launch, refused_here
 

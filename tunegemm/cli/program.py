@@ -60,9 +60,9 @@ class Signals:
         self._program: subprocess.Popen[Any] | None = None
         self._early: list[int] = []
         """What came before there was a program."""
-        self._witnessed_s: dict[int, list[float]] = {}
+        self.witnessed_s: dict[int, list[float]] = {}
         """When the witness got each signal."""
-        self._matched_s: dict[int, float] = {}
+        self.matched_s: dict[int, float] = {}
         """The times at which we received them last."""
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class Signals:
             self._before[number] = signal.signal(number, self._receive)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)  # the witness begins with them so
         try:
-            self._witness = subprocess.Popen(
+            self.witness = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _WITNESS, str(os.getpid()), *map(str, self._numbers)],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
                 cwd="/",
@@ -86,8 +86,8 @@ class Signals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-        self._witness.kill()
-        self._witness.communicate()
+        self.witness.kill()
+        self.witness.communicate()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -103,32 +103,32 @@ class Signals:
     def _receive(self, number: int, _: Any) -> None:
         if self._program is None:
             self._early.append(number)
-        elif not self._is_for_all(number):
+        elif not self.is_for_all(number):
             with suppress(ProcessLookupError, PermissionError):
                 self._program.send_signal(number)  # a no-op if it has ended
 
-    def _is_for_all(self, number: int) -> bool:
+    def is_for_all(self, number: int) -> bool:
         """Whether the witness got the signal, too."""
         start = time.monotonic()
         while True:
-            for moment in self._witnessed_s.get(number, ()):
+            for moment in self.witnessed_s.get(number, ()):
                 if moment > start - _STALE_S:
-                    self._witnessed_s[number] = []
-                    self._matched_s[number] = moment
+                    self.witnessed_s[number] = []
+                    self.matched_s[number] = moment
                     return True
-            if self._matched_s.get(number, -math.inf) > start - _AT_ONCE_S:
+            if self.matched_s.get(number, -math.inf) > start - _AT_ONCE_S:
                 return True
-            if not self._listen(start + _WITNESS_S):
+            if not self.listen(start + _WITNESS_S):
                 return False
 
-    def _listen(self, deadline: float) -> bool:
+    def listen(self, deadline: float) -> bool:
         """Whether the witness reported anything before the deadline; false if it was killed."""
-        pipe = self._witness.stdout
+        pipe = self.witness.stdout
         assert pipe is not None
         ready, _, _ = select.select([pipe], [], [], max(0, deadline - time.monotonic()))
         words = pipe.read(4096).split() if ready else []
         for item, moment in zip(words[::2], words[1::2], strict=True):
-            self._witnessed_s.setdefault(int(item), []).append(float(moment))
+            self.witnessed_s.setdefault(int(item), []).append(float(moment))
         return bool(words)
 
 

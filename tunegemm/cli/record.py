@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tunegemm.describe.workload import Demand, Workload
 
 #: Number of products to name at the end.
-_COSTLIEST = 10
+COSTLIEST = 10
 
 
 def command(
@@ -72,13 +72,13 @@ def _write(words: list[str], parts: str, out: Path) -> None:
     with suppress(OSError):  # the terminal may be gone
         printing.say(f"tunegemm: {_summary(workload, out)}", err=True)
         if demands(workload.products)[0]:
-            _show_costliest(workload)
+            show_costliest(workload)
             shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
             again = command_line("tune", {"from": shown, "budget": "10m"})
             printing.say_command("Tune them where they lose most:", again, err=True)
 
 
-def _show_costliest(workload: Workload) -> None:
+def show_costliest(workload: Workload) -> None:
     """Prints the products that cost most and their records, on stderr."""
     from tunegemm.choose.snapshot import read_snapshot
     from tunegemm.describe.workload import demands
@@ -92,7 +92,7 @@ def _show_costliest(workload: Workload) -> None:
 
     result = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
     whole = sum(map(cost_us, result)) or 1.0
-    which = f"The {_COSTLIEST} costliest of them" if len(result) > _COSTLIEST else "They"
+    which = f"The {COSTLIEST} costliest of them" if len(result) > COSTLIEST else "They"
     timed = "" if all(demand.call_us for demand in result) else ", by the roofline where no GPU timed them"
 
     columns: dict[str, list[str]] = {
@@ -102,7 +102,7 @@ def _show_costliest(workload: Workload) -> None:
         "us a call": [],
         "record": [],
     }
-    for demand in result[:_COSTLIEST]:
+    for demand in result[:COSTLIEST]:
         record = snapshot.find(demand.problem, device.fingerprint)
         torchs = demand.problem.torch_call
         known = "none" if record is None else f"{record.ratio:.3f} x {torchs}"

@@ -160,7 +160,7 @@ def build(
                         options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
                     )
             except Exception as error:
-                raise RuntimeError(_first_error(log.read_text()) or f"{_root_cause(error)}") from error
+                raise RuntimeError(first_error(log.read_text()) or f"{_root_cause(error)}") from error
         report = log.read_text()
         ptx, cubin, facts = compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata
     scratch_bytes = facts.global_scratch_size + facts.profile_scratch_size
@@ -177,7 +177,7 @@ def build(
         smem_bytes=facts.shared,
         arguments=tuple(_compiled_argument(name, type_name, maps) for name, type_name in arguments.items()),
     )
-    if (result := _parameters(ptx)) != header.parameters:
+    if (result := parameters_of(ptx)) != header.parameters:
         raise RuntimeError(f"triton {triton.__version__} passes {result}, expected {header.parameters}")
     write_object(out, header, cubin)
     return read_report(report, smem_bytes=facts.shared, compile_seconds=time.perf_counter() - start)
@@ -212,7 +212,7 @@ def _compiled_argument(name: str, type_name: str, maps: Any) -> Argument:
     return Argument(name, "pointer" if type_name.startswith("*") else type_name)
 
 
-def _parameters(ptx: str) -> tuple[str, ...]:
+def parameters_of(ptx: str) -> tuple[str, ...]:
     """Types of the entry's parameters in the PTX."""
     entry = _ENTRY.search(ptx)
     results = []
@@ -226,7 +226,7 @@ def _parameters(ptx: str) -> tuple[str, ...]:
     return tuple(results)
 
 
-def _first_error(log: str) -> str:
+def first_error(log: str) -> str:
     """The compiler's first complaint, ptxas's before Triton's about it, without the place in our sources."""
     lines = [line.strip() for line in log.splitlines()]
     result = (line for word in ("fatal", "error") for line in lines if re.search(rf"\b{word}\b", line, re.I))

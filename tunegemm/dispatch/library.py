@@ -107,7 +107,7 @@ def takes_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
+def has_scales(text: str, a: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
     """Whether torch scales fp8 products so on a GPU: by rows into bf16 only, and without a bias into fp32."""
     if not a.is_cuda or out_dtype is torch.bfloat16:
         return True
@@ -127,7 +127,7 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tu
         form = form_of(BELOW_AUTOGRAD, text, out_dtype, "fast" if is_fast else "two_level")
         if not text:
             refusal = _OTHER_SCALES
-        elif not (takes_fp8(a, b) and _has_scales(text, a, out_dtype)):
+        elif not (takes_fp8(a, b) and has_scales(text, a, out_dtype)):
             refusal = "torch does not support this product of fp8 operands on a GPU"
         return Call(form, a, b, tensors, (), out), refusal
     if name == "_int_mm":

@@ -74,7 +74,7 @@ def unfused(
     operands = form.join(tensors, numbers)
     named = dict(zip((operand.name for operand in form.epilogue.operands), operands, strict=True))
     steps = [step for step in form.epilogue.steps if step != "amax"]
-    taken = _taken(form, a, b, steps, named)
+    taken = steps_taken(form, a, b, steps, named)
     rest = steps[len(taken) :]
     replaced = multiply is not None or biased is not None
     is_whole = not rest and form.epilogue.function is None and (bool(taken) or _is_own(form, a))
@@ -127,7 +127,7 @@ def _right(form: Form, b: Any) -> Any:
     return b.mT if form.call == LINEAR else b
 
 
-def _taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any]) -> tuple[str, ...]:
+def steps_taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any]) -> tuple[str, ...]:
     """The leading steps that a single torch call computes together with the product."""
     taken = absorbed(steps)
     if not taken:
@@ -200,7 +200,7 @@ def _wide(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any
     """Compute all steps in fp32."""
     right, steps = _right(form, b), list(steps)
     if a.dtype == torch.int8:
-        value = _of_int8(a, right).float()
+        value = of_int8(a, right).float()
     elif takes_fp8(a, right):
         scale_a = scale_b = a.new_ones((), dtype=torch.float32)
         if steps[:1] == ["scale_tensor"]:
@@ -237,7 +237,7 @@ def _one_by_one(
     elif _is_own(form, a):
         value = _one_call(form, a, b, (), named, None)
     elif a.dtype == torch.int8 and (form.out_dtype == torch.int32 or form.epilogue.scales):
-        value = _of_int8(a, right)
+        value = of_int8(a, right)
     elif a.dtype.is_floating_point and a.dtype.itemsize <= 2:
         value = _in_fp32(a, right)
     else:
@@ -281,7 +281,7 @@ def _check_pairs(form: Form, a: Any, b: Any, value: Any) -> None:
         )
 
 
-def _of_int8(a: Any, b: Any) -> Any:
+def of_int8(a: Any, b: Any) -> Any:
     """``torch._int_mm``, which needs more rows on a GPU than a decode step has."""
     if not a.is_cuda or a.ndim != 2 or a.shape[0] >= INT8_LEAST_ROWS:
         return torch._int_mm(a, b)

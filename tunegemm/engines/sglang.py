@@ -24,35 +24,35 @@ from tunegemm.torch import functions, ops
 _log = logging.getLogger("tunegemm")
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
-_RUNNER = "sglang.srt.model_executor.model_runner"
-_SCHEDULER = "sglang.srt.managers.scheduler"
+RUNNER = "sglang.srt.model_executor.model_runner"
+SCHEDULER = "sglang.srt.managers.scheduler"
 #: The variable that passes `records` from the process that started the engine to those that it starts.
-_RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
+RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
 
 #: Tokens in a step of prompts, by default.
 _STEP = 8192
 
-_hooked: set[str] = set()
+hooked: set[str] = set()
 
 
 def register() -> None:
     """Serve the engine of this process. May be called again, and without a GPU; raises nothing."""
-    parts = {"bf16 and fp16 layers": _sixteen_bits, "fp8 layers": _fp8, "the line at the start": _start}
+    parts = {"bf16 and fp16 layers": sixteen_bits, "fp8 layers": _fp8, "the line at the start": start_line}
     common.install("sglang", _log, parts)
 
 
-def _around(target: str, parameters: tuple[str, ...], make: Callable[[Any], Any]) -> None:
+def around(target: str, parameters: tuple[str, ...], make: Callable[[Any], Any]) -> None:
     """Register `make`'s hook for the function at a target, once."""
-    if target in _hooked:
+    if target in hooked:
         return
     _, own = of_engine(target, parameters)
     _, registry = of_engine("sglang.srt.plugins.hook_registry.HookRegistry")
     _, kinds = of_engine("sglang.srt.plugins.hook_registry.HookType")
     registry.register(target, make(own), kinds.AROUND)
-    _hooked.add(target)
+    hooked.add(target)
 
 
-def _sixteen_bits() -> None:
+def sixteen_bits() -> None:
     target = f"{_QUANTIZATION}.unquant.UnquantizedLinearMethod.apply"
     for name in ("get_bf16_gemm_backend", "is_batch_invariant_mode_enabled"):
         unquant, _ = of_engine(f"{_QUANTIZATION}.unquant.{name}")
@@ -68,7 +68,7 @@ def _sixteen_bits() -> None:
             return own(method, layer, x, bias)
         return functions.linear(x, common.plain(weight), bias)
 
-    _around(target, ("self", "layer", "x", "bias"), lambda own: linear)
+    around(target, ("self", "layer", "x", "bias"), lambda own: linear)
 
 
 def _fp8() -> None:
@@ -80,13 +80,13 @@ def _fp8() -> None:
             return own(a, b, scale_a, scale_b, out_dtype, bias)
 
         common.own["sglang_fp8"] = sglangs
-        return _scaled_mm
+        return scaled_mm
 
     parameters = ("mat_a", "mat_b", "scales_a", "scales_b", "out_dtype", "bias")
-    _around("sglang.kernels.ops.gemm.fp8_scaled_mm", parameters, make)
+    around("sglang.kernels.ops.gemm.fp8_scaled_mm", parameters, make)
 
 
-def _scaled_mm(
+def scaled_mm(
     own: Any, mat_a: torch.Tensor, mat_b: torch.Tensor, scales_a: torch.Tensor, scales_b: torch.Tensor,
     out_dtype: torch.dtype, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -97,22 +97,22 @@ def _scaled_mm(
     )
 
 
-def _start() -> None:
+def start_line() -> None:
     # Processes that this one starts inherit the variable.
-    value = os.environ.setdefault(_RECORDS, common.records())
+    value = os.environ.setdefault(RECORDS, common.records())
     if why := common.compared(value):
         _log.warning("tunegemm: %s", why)
-    if _SCHEDULER in sys.modules:  # loaded in processes that compute; elsewhere imports would take seconds
-        _around(f"{_RUNNER}.ModelRunner.load_model", ("self",), lambda own: _load)
+    if SCHEDULER in sys.modules:  # loaded in processes that compute; elsewhere imports would take seconds
+        around(f"{RUNNER}.ModelRunner.load_model", ("self",), lambda own: _load)
 
 
 def _load(own: Any, runner: Any) -> None:
     """Load the model. The first rank then logs the served weights, and all ranks learn the others."""
     own(runner)
-    common.attempt(_log, lambda: _report(runner))
+    common.attempt(_log, lambda: report(runner))
 
 
-def _report(runner: Any) -> None:
+def report(runner: Any) -> None:
     _, version = of_engine("sglang.__version__")
     step = runner.server_args.chunked_prefill_size
     most = step if isinstance(step, int) and step > 0 else _STEP

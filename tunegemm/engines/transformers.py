@@ -84,16 +84,16 @@ def activation_of(layer: Any, default_gate: Any) -> Any:
     return layer._apply_gate
 
 
-_equal: dict[tuple[type, Gate], bool] = {}
+equal_gates: dict[tuple[type, Gate], bool] = {}
 
 
 def _are_equal(layer: Any, gate: Gate) -> bool:
     """Whether a gate computes the same as a layer's own, tested on some numbers once for each class."""
     key = type(layer), gate
-    if key not in _equal and grouped.are_plain():
+    if key not in equal_gates and grouped.are_plain():
         numbers = torch.linspace(-3 * gate.limit, 3 * gate.limit, 64, device="cpu").view(2, 32)
         try:
-            _equal[key] = torch.allclose(layer._apply_gate(numbers), gate(numbers))
+            equal_gates[key] = torch.allclose(layer._apply_gate(numbers), gate(numbers))
         except (RuntimeError, TypeError, AttributeError):  # a gate of another kind
-            _equal[key] = False
-    return _equal.get(key, False)
+            equal_gates[key] = False
+    return equal_gates.get(key, False)

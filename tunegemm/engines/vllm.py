@@ -42,8 +42,8 @@ def register() -> None:
         {
             "bf16 and fp16 layers": _sixteen_bits,
             "batch invariance": _batch_invariance,
-            "fp8 layers": _fp8,
-            "the compile cache's key": partial(_configuration, gates=gates),
+            "fp8 layers": fp8_layers,
+            "the compile cache's key": partial(configuration, gates=gates),
             "the line at the start": _start,
         },
     )
@@ -85,7 +85,7 @@ def _batch_invariance() -> None:
         replace(f"{_LAYERS}.{module}.linear_batch_invariant", ("input", "weight", "bias"), make)
 
 
-def _fp8() -> None:
+def fp8_layers() -> None:
     _, possible = of_engine(f"{_LINEAR}._POSSIBLE_FP8_KERNELS")
     _, cutlass = of_engine(f"{_LINEAR}.CutlassFP8ScaledMMLinearKernel")
     _, platforms = of_engine("vllm.platforms.PlatformEnum")
@@ -158,7 +158,7 @@ def _fp8_kernel(cutlass: Any) -> type:
     return Kernel
 
 
-def _configuration(*, gates: bool) -> None:
+def configuration(*, gates: bool) -> None:
     def add(config: Any) -> None:
         if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
             facts = {"served": extension.fingerprint(), "records": common.records()}
@@ -188,7 +188,7 @@ def _start() -> None:
     def after(own: Any) -> Any:
         def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
             own(self, kv_cache_configs)
-            _attempt(lambda: _report(self))
+            _attempt(lambda: report(self))
 
         return initialize_from_config
 
@@ -205,7 +205,7 @@ def _prepare(config: Any) -> None:
 
     lower()
     common.lower()
-    arguments = _facts(config)
+    arguments = facts_of(config)
     if vllm_gates.FACT in arguments:
         _attempt(_gates)
     if why := common.compared(arguments.get("records")):
@@ -223,7 +223,7 @@ def _gates() -> None:
 
     def make(own: Any) -> Any:
         def __call__(self: Any, graph: torch.fx.GraphModule, *others: Any, **words: Any) -> Any:
-            if vllm_gates.FACT in _facts(self.vllm_config):
+            if vllm_gates.FACT in facts_of(self.vllm_config):
                 _attempt(partial(vllm_patterns.fuse, graph))
             return own(self, graph, *others, **words)
 
@@ -232,14 +232,14 @@ def _gates() -> None:
     replace("vllm.compilation.backends.VllmBackend.__call__", ("self", "graph"), make)
 
 
-def _facts(config: Any) -> dict[str, Any]:
+def facts_of(config: Any) -> dict[str, Any]:
     """The facts that the process that started the engine passes to those that compute."""
     facts = config.additional_config
     value = facts.get(CONFIG_KEY) if isinstance(facts, dict) else None
     return value if isinstance(value, dict) else {}
 
 
-def _report(wrapper: Any) -> None:
+def report(wrapper: Any) -> None:
     """Before a worker's first step: the first rank logs served weights, and all ranks learn the others."""
     _, version = of_engine("vllm.__version__")
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens

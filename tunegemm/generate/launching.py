@@ -34,7 +34,7 @@ AddressLaunch = Callable[..., None]
 #: Returns the words of a launch for tensors and numbers; None if kernels cannot read a tensor at its address.
 WordsOf = Callable[[Sequence["torch.Tensor"], Sequence[float]], Sequence[int] | None]
 
-_MAX_MADE = 1024
+MAX_MADE = 1024
 
 
 def never_unloaded() -> None:
@@ -75,7 +75,7 @@ class AddressLauncher:
         _, _, _, *strides = self._read(a, b, out)
         key = tuple(strides)
         if (launch := self._made.get(key)) is None:
-            if len(self._made) >= _MAX_MADE:
+            if len(self._made) >= MAX_MADE:
                 self._made.clear()
             launch = self._made[key] = self._make(*strides)
         return launch

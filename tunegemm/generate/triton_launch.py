@@ -44,9 +44,9 @@ Views = Callable[..., Mapping[str, int | View]]
 _ALIGNMENT = 64  # of a CUtensorMap
 _MAP_BYTES = 128
 _FORMATS = {"i32": ("i", 4), "i64": ("q", 8), "pointer": ("Q", 8), "tensor_map": ("128s", _ALIGNMENT)}
-_MAX_KEPT = 1024
-_encoded: dict[Any, bytes] = {}
-_loaded: dict[tuple[bytes, int], Kernel] = {}
+MAX_KEPT = 1024
+encoded_maps: dict[Any, bytes] = {}
+loaded_kernels: dict[tuple[bytes, int], Kernel] = {}
 _loading = threading.Lock()
 
 
@@ -58,9 +58,9 @@ def load(artifact: Path, index: int) -> Kernel:
     content = artifact.read_bytes()
     key = hashlib.sha256(content).digest(), index
     with _loading:
-        if key not in _loaded:
-            _loaded[key] = _load(content, index)
-        return _loaded[key]
+        if key not in loaded_kernels:
+            loaded_kernels[key] = load_content(content, index)
+        return loaded_kernels[key]
 
 
 class Kernel:
@@ -104,7 +104,7 @@ class Arguments:
                 _, extents, strides = value
                 flat += [encode(argument.tensor_map, value), *extents, *strides]
         flat += [0, 0]  # the hidden pointers
-        layout, offsets = _layout(header.parameters)
+        layout, offsets = layout_of(header.parameters)
         self._memory = ctypes.create_string_buffer(layout.size + _ALIGNMENT)
         start = -ctypes.addressof(self._memory) % _ALIGNMENT
         layout.pack_into(self._memory, start, *flat)
@@ -122,7 +122,7 @@ class Kept(dict[Any, Arguments]):
 
     def keep(self, key: Any, arguments: Arguments) -> Arguments:
         """Keep the arguments and return them."""
-        if len(self) >= _MAX_KEPT:
+        if len(self) >= MAX_KEPT:
             self.clear()
         self[key] = arguments
         return arguments
@@ -212,16 +212,16 @@ def encode(tensor_map: TensorMap, view: View) -> bytes:
 
     address, extents, strides = view
     key = tensor_map, *extents, *strides
-    known = _encoded.get(key)
+    known = encoded_maps.get(key)
     if known is None:
-        if len(_encoded) >= _MAX_KEPT:
-            _encoded.clear()
-        _encoded[key] = known = _encode(tensor_map, address, extents, strides)
+        if len(encoded_maps) >= MAX_KEPT:
+            encoded_maps.clear()
+        encoded_maps[key] = known = _encode(tensor_map, address, extents, strides)
     encoded = driver.CUtensorMap()
     place = int(encoded.getPtr())
     # Encoding again costs the host many times as much as replacing the address.
     ctypes.memmove(place, known, _MAP_BYTES)
-    _call("cuTensorMapReplaceAddress", encoded, address)
+    call_driver("cuTensorMapReplaceAddress", encoded, address)
     return ctypes.string_at(place, _MAP_BYTES)
 
 
@@ -230,7 +230,7 @@ def _encode(tensor_map: TensorMap, address: int, extents: Sequence[int], strides
 
     element_bytes, rank = DTYPE_BYTES[tensor_map.element], len(tensor_map.box)
     element = {"bf16": "BFLOAT16", "fp16": "FLOAT16", "fp32": "FLOAT32"}[tensor_map.element]
-    encoded = _call(
+    encoded = call_driver(
         "cuTensorMapEncodeTiled",
         getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{element}"),
         rank,
@@ -246,26 +246,28 @@ def _encode(tensor_map: TensorMap, address: int, extents: Sequence[int], strides
     )
     content = bytearray(ctypes.string_at(int(encoded.getPtr()), _MAP_BYTES))
     span = sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)) * element_bytes
-    if span + 1 < 128 * 1024 and _driver_version() <= 13010:
+    if span + 1 < 128 * 1024 and driver_version() <= 13010:
         # Drivers up to CUDA 13.1 set a bit with which TMA misreads small tensors; CUTLASS and Triton clear it
         # (bit 21 of the second word).
         content[10] &= ~(1 << 5)
     return bytes(content)
 
 
-def _load(content: bytes, index: int) -> Kernel:
+def load_content(content: bytes, index: int) -> Kernel:
     from cuda.bindings import driver
 
     header, cubin = read_object(content)
     with primary_context(index):
-        function = _call("cuModuleGetFunction", _call("cuModuleLoadData", cubin), header.entry.encode())
+        function = call_driver(
+            "cuModuleGetFunction", call_driver("cuModuleLoadData", cubin), header.entry.encode()
+        )
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _call("cuFuncSetAttribute", function, attribute, header.smem_bytes)
+        call_driver("cuFuncSetAttribute", function, attribute, header.smem_bytes)
     return Kernel(header, function, index)
 
 
 @functools.cache
-def _layout(parameters: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
+def layout_of(parameters: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
     """The struct that packs parameters, and the offset of each."""
     parts, offsets, end = ["<"], [], 0
     for parameter in parameters:
@@ -278,11 +280,11 @@ def _layout(parameters: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]
 
 
 @functools.cache
-def _driver_version() -> int:
-    return int(_call("cuDriverGetVersion"))
+def driver_version() -> int:
+    return int(call_driver("cuDriverGetVersion"))
 
 
-def _call(name: str, *arguments: Any) -> Any:
+def call_driver(name: str, *arguments: Any) -> Any:
     """Call a function of the driver and return its result. Raises RuntimeError with the error's name."""
     from cuda.bindings import driver
 

@@ -107,7 +107,7 @@ class Groups:
     """Computes grouped products with kernels. The process's instance is `groups`."""
 
     def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
-        self.load = load or self._load_compiled
+        self.load = load or self.load_compiled
         """Returns a choice's kernel on the device with an index; None until it is compiled."""
         self.launches = LaunchCache()
         self.loaded = LaunchCache()
@@ -272,7 +272,7 @@ class Groups:
             return None, False
         return kernel, kernel is None
 
-    def _load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
+    def load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
         place = torch.device("cuda", index)
         device = extension.device_of(place)
         is_whole = device.sm_count == device.fingerprint.sm_count  # the kernel for few rows fills the GPU

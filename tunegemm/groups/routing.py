@@ -71,7 +71,7 @@ class Routing:
         served: Collection[str] = kernels.SERVED,
     ) -> None:
         """load: returns the kernel with a name on the device with an index; None until it is compiled."""
-        self._load = load or _load
+        self._load = load or load_compiled
         self.served = served
         """The first words of the names of kernels that may serve; empty after a failed launch."""
         self.launches = LaunchCache()
@@ -263,7 +263,7 @@ def plan_gate(both: Any, gate: Gate) -> Planned | None:
     return Planned(f"gate {dtype} {gate.interleaved}", blocks, numbers)
 
 
-def _load(name: str, index: int) -> Bind | None:
+def load_compiled(name: str, index: int) -> Bind | None:
     """The kernel; None until it is compiled. Raises ArtifactError if it will never exist."""
     device = find_device(f"cuda:{index}")
     if (reason := kernels.FAMILY.cannot_launch(device)) is not None:
@@ -273,7 +273,7 @@ def _load(name: str, index: int) -> Bind | None:
 
 
 def few(
-    config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = _load
+    config: GroupedConfig, index: int, load: Callable[[str, int], Bind | None] = load_compiled
 ) -> Callable[..., Launch] | None:
     """`GroupedKernel.of` for the kernel for few rows; None until it is compiled.
 

@@ -100,7 +100,7 @@ def activation_of(node: Any) -> tuple[str, Node] | None:
     if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
         return None
     target, source, kwargs = node.target, node.args[0], dict(node.kwargs)
-    if kwargs.pop("inplace", False) or (len(node.args) > 1 and target is not functional.gelu):
+    if kwargs.pop("inplace", False) or len(node.args) > 1:
         return None
     if node.op == "call_method":
         return ("relu", source) if target == "relu" and not kwargs else None
@@ -108,7 +108,7 @@ def activation_of(node: Any) -> tuple[str, Node] | None:
         return None
     if target in (functional.silu, functional.relu, torch.relu):
         return None if kwargs else ("silu" if target is functional.silu else "relu", source)
-    if target in (functional.gelu, torch._C._nn.gelu) and len(node.args) == 1:
+    if target in (functional.gelu, torch._C._nn.gelu):
         approximate = kwargs.pop("approximate", "none")
         name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
         return (name, source) if not kwargs and name else None
@@ -155,7 +155,7 @@ def _serve_users(node: Node, value: Any) -> bool:
         if user.op == "output" or name in _NEEDS_LAYOUT:
             return False
         is_method = user.op == "call_method"
-        if not is_method and not (user.op == "call_function" and _only_computes(user.target)):
+        if not is_method and not (user.op == "call_function" and only_computes(user.target)):
             return False
         if name not in _VIEWS:
             continue
@@ -256,7 +256,7 @@ def writes(node: Node) -> Iterator[Any]:
             yield None
     elif node.target is operator.setitem or node.target in _IN_PLACE:
         yield node.args[0]
-    elif not _only_computes(node.target):
+    elif not only_computes(node.target):
         yield None
     elif str(getattr(node.target, "__name__", "")).endswith("_") and not _is_operator(node.target):
         yield node.args[0] if node.args else None
@@ -281,7 +281,7 @@ _IN_PLACE = frozenset(
 
 
 @cache
-def _only_computes(target: Callable[..., Any]) -> bool:
+def only_computes(target: Callable[..., Any]) -> bool:
     """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
     functions that change torch's state may not, and neither may any other function."""
     module = str(getattr(target, "__module__", None) or "")

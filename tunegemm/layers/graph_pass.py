@@ -35,7 +35,7 @@ class Fusion(CustomGraphPass):
         for each in self.before:
             each(graph)
         if takeover.active:
-            fuse(graph, _function_of)
+            fuse(graph, function_of)
 
     def uuid(self) -> Any:
         """The key for Inductor's caches: cached code is used again only if the key is the same."""
@@ -49,20 +49,20 @@ class Fusion(CustomGraphPass):
         return "tunegemm", tunegemm.__version__, on, extension.fingerprint() if on else "", *others
 
 
-def _function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Tensor] | None:
+def function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Tensor] | None:
     """The function that Inductor's graph calls for a match; None if its own operations are better."""
     if match.kind == "linear":
         return ops.traced_linear
     if match.kind == "chain":
         activation, has_bias, has_residual = match.words
         return None if has_residual else _activated(activation, has_bias)
-    if match.kind == "gate" and len(match.operands) == 3 and _pays(match, facts):
+    if match.kind == "gate" and len(match.operands) == 3 and pays(match, facts):
         lower_to_function(torch.ops.tunegemm.gate.default, compute_gate, "tunegemm_gate")
         return _gates(match.words[0])
     return None
 
 
-def _pays(match: Match, facts: tuple[Any, ...]) -> bool:
+def pays(match: Match, facts: tuple[Any, ...]) -> bool:
     """Whether a kernel of the gate serves as many rows as the graph was traced with."""
     n, k, _, dtype, device = facts
     rows = 1

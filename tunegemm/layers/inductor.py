@@ -13,21 +13,21 @@ from typing import Any
 from tunegemm.torch import takeover
 from tunegemm.torch.start.after_import import AfterImport
 
-_CONFIG = "torch._inductor.config"
+CONFIG = "torch._inductor.config"
 
 
 def install() -> None:
     """Set the pass now, or when the program imports Inductor, which takes seconds."""
-    if _CONFIG in sys.modules:
-        _set()
-    elif not any(getattr(finder, "name", "") == _CONFIG for finder in sys.meta_path):
-        sys.meta_path.insert(0, AfterImport(_CONFIG, _set))
+    if CONFIG in sys.modules:
+        set_pass()
+    elif not any(getattr(finder, "name", "") == CONFIG for finder in sys.meta_path):
+        sys.meta_path.insert(0, AfterImport(CONFIG, set_pass))
 
 
-def _set() -> None:
+def set_pass() -> None:
     from tunegemm.layers.graph_pass import Fusion
 
-    config: Any = sys.modules[_CONFIG]
+    config: Any = sys.modules[CONFIG]
     before = getattr(config, "pre_grad_custom_pass", None)
     if not isinstance(before, Fusion):
         config.pre_grad_custom_pass = Fusion(before)

@@ -102,7 +102,7 @@ def drop(graph: Graph) -> int:
 
 def _mask_of(node: Node) -> Node | None:
     """The mask of a call of attention, of truth values for each query and key; None for anything else."""
-    if node.op != "call_function" or node.target is not _attention:
+    if node.target is not _attention:
         return None
     words: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
     mask, query, key = (words.get(name) for name in ("attn_mask", "query", "key"))

@@ -120,9 +120,8 @@ class Linear(Site):
                 way = self._by_dispatcher
             else:
                 way = launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
-                is_library = plan.record is not None and plan.record.candidate.family == "cublaslt"
-                if self._has_residual and len(rows) <= _LIBRARY_ROWS and is_library:
-                    way = partial(_captured, way)
+                if self._has_residual and len(rows) <= _LIBRARY_ROWS and is_library(plan):
+                    way = partial(captured, way)
         if recent is not None or way is not None:
             self.keep(x.shape, way)
         return result
@@ -180,7 +179,11 @@ def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_r
     return way
 
 
-def _captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
+def is_library(plan: Plan) -> bool:
+    return plan.record is not None and plan.record.candidate.family == "cublaslt"
+
+
+def captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
     """Run a launch that only pays off in a CUDA graph."""
     return way(x, *operands) if capturing(x.device) else None
 

@@ -129,7 +129,7 @@ def steady_race(
         is_alone = len(active) <= kept + 1
         if round_index >= len(settings.steady_groups) and not is_in_doubt(active, kept, samples, settings):
             break
-        for group in _groups(generator.sample(active, len(active)), size):
+        for group in groups_of(generator.sample(active, len(active)), size):
             for index, sample in zip(
                 group,
                 _take_turns(timed, group, settings.steady_ms * ceil(len(group) / _SHARE), waiting_for),
@@ -161,7 +161,7 @@ def is_in_doubt(active: Sequence[int], kept: int, samples: list[list[float]], se
     return any(item < most for item in leads(active, kept, samples, least))
 
 
-def _groups(order: Sequence[int], most: int) -> list[Sequence[int]]:
+def groups_of(order: Sequence[int], most: int) -> list[Sequence[int]]:
     """Split into as few groups as possible, of about equal size."""
     count = ceil(len(order) / most)
     cuts = [len(order) * number // count for number in range(count + 1)]

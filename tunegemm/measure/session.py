@@ -40,7 +40,7 @@ _SLOWEST = 50
 #: a kernel's first samples differ from its later ones by 2.6 % (standard deviation) 0.5 s after the GPU
 #: reached the cap, by 1.2 % after 1.1 s, by 1.0 % after 1.7 s; the later ones differ among themselves by
 #: 0.45 % (six products, H200, 2026-11-25). A longer time would slow every tuning.
-_SETTLE_STEADY_MS = 900.0
+SETTLE_STEADY_MS = 900.0
 
 #: This soon after another interleave of the same problem, settling takes only `settle_again` of the time.
 _WARM_S = 0.3
@@ -50,7 +50,7 @@ _SLOW = 2
 
 
 @dataclass
-class _Entry:
+class Entry:
     """A job that passed its checks."""
 
     job: int
@@ -63,7 +63,7 @@ class _Entry:
 
 
 @dataclass
-class _Bench:
+class Bench:
     """Operand sets and references of one problem; kept between requests for the same one."""
 
     problem: Problem
@@ -82,7 +82,7 @@ class _Bench:
     """Whether the GPU had lowered its clocks by then."""
 
 
-class _Lost(Exception):
+class Lost(Exception):
     """This process cannot go on."""
 
     def __init__(self, stage: Stage, reason: str) -> None:
@@ -95,7 +95,7 @@ class Session:
 
     def __init__(self, device: Device, backend: Backend, send: Callable[[Any], None]) -> None:
         self._device, self._backend, self._send = device, backend, send
-        self._bench: _Bench | None = None
+        self._bench: Bench | None = None
         self._job: int | None = None
         self._seconds: dict[str, float] = {}
         """Seconds that the phases of a request took."""
@@ -115,7 +115,7 @@ class Session:
         """Return the candidates that the families' libraries name for a problem."""
         from tunegemm.generate import families
 
-        self._step(None, "load")
+        self.announce(None, "load")
         candidates: list[Candidate] = []
         for name in families.NAMES:
             family = families.get(name)
@@ -126,12 +126,12 @@ class Session:
     def _measure(self, problem: Problem, jobs: tuple[Job, ...], settings: RaceSettings) -> None:
         from tunegemm.generate.cublaslt import TORCH_MM
 
-        self._step(None, "load")
+        self.announce(None, "load")
         bench = self._prepare(problem, settings.seed, settings.skews)
         self._end_phase("operands")
         baseline = self._backend.family(TORCH_MM.family).load(problem, TORCH_MM, self._device, None)
         product_us = [warm_us(self._backend, baseline, sets) for sets in bench.sets]
-        passes = self._passes(product_us, bench, settings)
+        passes = self.passes_of(product_us, bench, settings)
         captured = [
             [self._backend.capture(baseline, *each) for each in zip(bench.sets, passes, strict=True)]
             for _ in range(2)
@@ -142,7 +142,7 @@ class Session:
             replay.finish()
         self._end_phase("baseline")
 
-        entries: list[_Entry] = []
+        entries: list[Entry] = []
         for index, job in enumerate(jobs):
             outcome = self._admit(bench, index, job, settings, product_us)
             if isinstance(outcome, Failure):
@@ -155,8 +155,8 @@ class Session:
 
         if time.monotonic() - bench.raced_at < _WARM_S:
             settings = replace(settings, settle_ms=settings.settle_ms * settings.settle_again)
-        replay_seconds = self._replay_seconds(product_us, passes, bench)
-        before, is_steady = self._settled(replays, settings, replay_seconds, bench.throttled)
+        replay_seconds = self.replay_seconds_of(product_us, passes, bench)
+        before, is_steady = self.settled(replays, settings, replay_seconds, bench.throttled)
         # torch.mm as a candidate is its second capture, which every race includes.
         raced = [entry for entry in entries if entry.candidate != TORCH_MM]
         timed: list[tuple[Replay, float]] = [(replay, replay_seconds) for replay in replays]
@@ -166,13 +166,13 @@ class Session:
         in_flight_seconds += 4 * settings.steady_ms * 1e-3 if is_steady else 0.0
 
         def waiting_for(number: int) -> None:
-            self._step(raced[number - 2].job if number >= 2 else None, "launch", in_flight_seconds)
+            self.announce(raced[number - 2].job if number >= 2 else None, "launch", in_flight_seconds)
 
         if is_steady:
             samples = steady_race(timed, len(replays), settings, waiting_for)
         else:
             samples = race([replay for replay, _ in timed], len(replays), settings, waiting_for)
-        self._step(None, "launch", replay_seconds)
+        self.announce(None, "launch", replay_seconds)
         after = self._telemetry_under(replays)
         bench.raced_at, bench.throttled = time.monotonic(), bool(after.get("throttle_reasons"))
         noise = aa_noise(samples[0], samples[1])
@@ -199,7 +199,7 @@ class Session:
             if problem.groups:
                 replay = replays[1] if entry.candidate == TORCH_MM else entry.replay
                 telemetry["skews"] = groups.ratios(replay, replays[0], settings.skews)
-            if len(own) == most and (energy_mj := self._energy_mj(entry, settings)) is not None:
+            if len(own) == most and (energy_mj := self.energy_mj_of(entry, settings)) is not None:
                 telemetry["energy_mj"] = energy_mj
             measurement = Measurement(
                 candidate=entry.candidate,
@@ -212,7 +212,7 @@ class Session:
             self._send(Result(entry.job, measurement))
         self._end_phase("races")
 
-    def _settled(
+    def settled(
         self, replays: list[Replay], settings: RaceSettings, replay_seconds: float, throttled: bool
     ) -> tuple[dict[str, Any], bool]:
         """Keep the device busy until its clocks settle. Return its telemetry, and whether to time in steady
@@ -223,9 +223,9 @@ class Session:
         """
 
         def settle(settle_ms: float) -> dict[str, Any]:
-            self._step(None, "launch", settle_ms * 1e-3 + 2 * replay_seconds)
-            _keep_busy(replays, settle_ms)
-            self._step(None, "launch", replay_seconds)
+            self.announce(None, "launch", settle_ms * 1e-3 + 2 * replay_seconds)
+            keep_busy(replays, settle_ms)
+            self.announce(None, "launch", replay_seconds)
             return self._telemetry_under(replays)
 
         reading = settle(settings.settle_ms)
@@ -233,36 +233,36 @@ class Session:
             return reading, False
         # Read the telemetry again: earlier work may have lowered the clocks. 16x4096x4096 was once timed in
         # steady state right after 4096x4096x4096.
-        reading = settle(_SETTLE_STEADY_MS)
+        reading = settle(SETTLE_STEADY_MS)
         return reading, bool(reading.get("throttle_reasons"))
 
     def _admit(
-        self, bench: _Bench, index: int, job: Job, settings: RaceSettings, baseline_us: list[float]
-    ) -> _Entry | Failure:
+        self, bench: Bench, index: int, job: Job, settings: RaceSettings, baseline_us: list[float]
+    ) -> Entry | Failure:
         """Load, check and capture one job."""
         candidate, problem = job.candidate, bench.problem
-        self._step(index, "load")
+        self.announce(index, "load")
         try:
             launcher = self._backend.family(candidate.family).load(
                 problem, candidate, self._device, job.artifact
             )
         except (TunegemmError, ValueError, RuntimeError) as error:
-            return self._failed(candidate, "load", error)
-        self._step(index, "launch", device_seconds=_SLOWEST * sum(baseline_us) * 1e-6)
+            return self.failed(candidate, "load", error)
+        self.announce(index, "launch", device_seconds=_SLOWEST * sum(baseline_us) * 1e-6)
         try:
             return self._check_and_capture(bench, index, candidate, launcher, settings, baseline_us)
         except (TunegemmError, ValueError, RuntimeError) as error:
-            return self._failed(candidate, "launch", error)
+            return self.failed(candidate, "launch", error)
 
     def _check_and_capture(
         self,
-        bench: _Bench,
+        bench: Bench,
         index: int,
         candidate: Candidate,
         launcher: Launcher,
         settings: RaceSettings,
         baseline_us: list[float],
-    ) -> _Entry | Failure:
+    ) -> Entry | Failure:
         # Poisoned, launched and compared: one set of each skew.
         limit = data.tolerance(bench.problem)
         worst = 0.0
@@ -276,11 +276,11 @@ class Session:
         # As many products as the baseline's replay, because starting a replay takes some 5 us, which its
         # products share (H200, 2026-11-22). Only slow candidates get fewer: they will drop out and should not
         # take long to do so.
-        passes = self._passes(baseline_us, bench, settings)
-        self._step(index, "launch", _SLOWEST * self._replay_seconds(baseline_us, passes, bench))
+        passes = self.passes_of(baseline_us, bench, settings)
+        self.announce(index, "launch", _SLOWEST * self.replay_seconds_of(baseline_us, passes, bench))
         replay, own_us, again = self._capture(bench, launcher, passes)
         slow = [own > _SLOW * theirs for own, theirs in zip(own_us, baseline_us, strict=True)]
-        choices = zip(slow, self._passes(own_us, bench, settings), passes, strict=True)
+        choices = zip(slow, self.passes_of(own_us, bench, settings), passes, strict=True)
         if (fewer := [min(few, many) if is_slow else many for is_slow, few, many in choices]) != passes:
             passes = fewer
             replay, own_us, again = self._capture(bench, launcher, passes)
@@ -291,18 +291,18 @@ class Session:
                 return Failure(candidate, "wrong", f"in a graph: {objection}")
             worst = max(worst, checked.relative_error)
         # The third check is exact: an omitted bit of a long k would vanish in the rounding of the others.
-        self._step(index, "launch", _SLOWEST * max(baseline_us) * 1e-6)
+        self.announce(index, "launch", _SLOWEST * max(baseline_us) * 1e-6)
         data.restore(bench.exact)
         self._backend.launch(launcher, bench.exact)
         _take_result(launcher, bench.exact)
         if objection := exact.objection(bench.problem, bench.exact, bench.exact_reference):
             return Failure(candidate, "wrong", objection)
-        seconds = self._replay_seconds(own_us, passes, bench)
+        seconds = self.replay_seconds_of(own_us, passes, bench)
         products = sum(each * len(sets) for each, sets in zip(passes, bench.sets, strict=True))
-        return _Entry(index, candidate, replay, worst, products, seconds)
+        return Entry(index, candidate, replay, worst, products, seconds)
 
     def _capture(
-        self, bench: _Bench, launcher: Launcher, passes: list[int]
+        self, bench: Bench, launcher: Launcher, passes: list[int]
     ) -> tuple[Replay, list[float], list[data.Check]]:
         """A replay; for each list of sets its microseconds per product in the first run, and the check of its
         last output.
@@ -312,7 +312,7 @@ class Session:
             try:
                 replay = self._backend.capture(launcher, sets, count)
             except RuntimeError as error:
-                raise _Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
+                raise Lost("launch", f"cannot be captured in a graph: {one_line(error)}") from None
             replays.append(replay)
             data.restore(sets[-1])
             replay.start()
@@ -320,7 +320,7 @@ class Session:
             checks.append(_check(launcher, sets[-1], wanted))
         return _together(replays), times, checks
 
-    def _prepare(self, problem: Problem, seed: int, skews: tuple[str, ...]) -> _Bench:
+    def _prepare(self, problem: Problem, seed: int, skews: tuple[str, ...]) -> Bench:
         """Operand sets and references; those of the last problem are freed first."""
         key = problem, seed, skews
         if self._bench is not None and self._bench.key == key:
@@ -340,15 +340,15 @@ class Session:
         for each in lists:
             first = data.expected(problem, each[0])
             references.append((first, first if len(each) == 1 else data.expected(problem, each[-1])))
-        self._bench = _Bench(problem, key, lists, references, exact_set, data.expected(problem, exact_set))
+        self._bench = Bench(problem, key, lists, references, exact_set, data.expected(problem, exact_set))
         return self._bench
 
-    def _failed(self, candidate: Candidate, stage: Stage, error: Exception) -> Failure:
+    def failed(self, candidate: Candidate, stage: Stage, error: Exception) -> Failure:
         if not self._backend.alive():
-            raise _Lost("crash", one_line(error)) from None
+            raise Lost("crash", one_line(error)) from None
         return Failure(candidate, stage, one_line(error))
 
-    def _passes(self, product_us: list[float], bench: _Bench, settings: RaceSettings) -> list[int]:
+    def passes_of(self, product_us: list[float], bench: Bench, settings: RaceSettings) -> list[int]:
         """How often a replay cycles through each list of sets, for these times of a product."""
         return [
             max(
@@ -357,7 +357,7 @@ class Session:
             for us, sets in zip(product_us, bench.sets, strict=True)
         ]
 
-    def _replay_seconds(self, product_us: list[float], passes: list[int], bench: _Bench) -> float:
+    def replay_seconds_of(self, product_us: list[float], passes: list[int], bench: Bench) -> float:
         each = zip(product_us, passes, bench.sets, strict=True)
         return sum(us * count * len(sets) for us, count, sets in each) * 1e-6
 
@@ -370,12 +370,12 @@ class Session:
             replay.finish()
         return reading
 
-    def _energy_mj(self, entry: _Entry, settings: RaceSettings) -> float | None:
+    def energy_mj_of(self, entry: Entry, settings: RaceSettings) -> float | None:
         """Return the energy of one product; None if the device has no meter or the settings do not request
         it."""
         if not settings.energy_ms or self._backend.energy_mj() is None:
             return None
-        self._step(entry.job, "launch", LONGEST_METERING * settings.energy_ms * 1e-3)
+        self.announce(entry.job, "launch", LONGEST_METERING * settings.energy_ms * 1e-3)
         return metered_mj(self._backend, entry.replay, entry.products, settings.energy_ms)
 
     def _end_phase(self, name: str) -> None:
@@ -383,7 +383,7 @@ class Session:
         add_seconds(self._seconds, {name: now - self._phase_began})
         self._phase_began = now
 
-    def _step(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
+    def announce(self, job: int | None, stage: Stage, device_seconds: float = 0.0) -> None:
         self._job = job
         self._send(Step(job, stage, device_seconds))
 
@@ -401,7 +401,7 @@ class Session:
                     result = self.discover(request.problem)
                     self._end_phase("library")
                     self._send(Done(result, self._seconds))
-            except _Lost as error:
+            except Lost as error:
                 self._send(Broken(self._job, str(error), error.stage))
                 return
             except (TunegemmError, RuntimeError) as error:
@@ -424,7 +424,7 @@ def _take_result(launcher: Launcher, operands: data.Operands) -> None:
         operands.out.copy_(result[: operands.out.shape[0]])
 
 
-def _keep_busy(replays: Sequence[Replay], for_ms: float) -> None:
+def keep_busy(replays: Sequence[Replay], for_ms: float) -> None:
     until = time.monotonic() + for_ms * 1e-3
     while time.monotonic() < until:
         for replay in replays:

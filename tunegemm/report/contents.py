@@ -184,7 +184,7 @@ def from_database(
             "recorded one with `--device replay:h200`"
         )
     stored = queries.records(database, name)
-    _check_shapes(shapes, [record.problem for record in stored], f"{place}: {name}")
+    check_shapes(shapes, [record.problem for record in stored], f"{place}: {name}")
     if shapes:
         stored = [record for record in stored if record.problem.shape in shapes]
     part = known_device(stored[0].fingerprint)
@@ -201,7 +201,7 @@ def from_database(
         tuple(sorted(winners.values(), key=_slowness)),
         tuple(sorted(details, key=lambda detail: _slowness(detail.winner))),
         queries.measurement_count(database, name, shapes),
-        _grouped(queries.failure_counts(database, name)),
+        grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
     )
 
@@ -215,7 +215,7 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
     from tunegemm.choose.snapshot import read_snapshot
 
     problems, snapshot = replay.problems(), read_snapshot()
-    _check_shapes(shapes, problems, replay.device.spec)
+    check_shapes(shapes, problems, replay.device.spec)
     details: list[Details] = []
     winners: list[Winner] = []
     failures, count = Counter[tuple[str, str, str]](), 0
@@ -246,7 +246,7 @@ def from_recording(replay: ReplayDevice, *, shapes: Sequence[str] = (), detailed
         tuple(sorted(winners, key=_slowness)),
         tuple(sorted(details, key=lambda detail: _slowness(detail.winner))),
         count,
-        _grouped([(*key, number) for key, number in failures.most_common()]),
+        grouped([(*key, number) for key, number in failures.most_common()]),
         steady={
             prediction.record.problem: record.ratio
             for prediction in winners
@@ -280,7 +280,7 @@ def named_device(text: str, names: Sequence[str]) -> str:
     return matches[0]
 
 
-def _check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str) -> None:
+def check_shapes(shapes: Sequence[str], problems: Sequence[Problem], where: str) -> None:
     known = {problem.shape for problem in problems}
     for shape in shapes:
         if shape not in known:
@@ -351,7 +351,7 @@ def _replayed_search(
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 
 
-def _grouped(rows: Iterable[tuple[str, str, str, int]]) -> tuple[FailureGroup, ...]:
+def grouped(rows: Iterable[tuple[str, str, str, int]]) -> tuple[FailureGroup, ...]:
     """Rows of (family, stage, reason, count), most first; reasons that differ in numbers are put together."""
     groups: dict[tuple[str, str], FailureGroup] = {}
     for family, stage, reason, count in rows:

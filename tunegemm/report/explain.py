@@ -409,7 +409,7 @@ def candidate_of(
     values = dict(pair.split("=", 1) for pair in pairs)
     if len(values) < len(pairs):
         raise SpaceError(f"candidate {text!r} gives a parameter twice; give each once")
-    chosen = {name: _value(value) for name, value in values.items()}
+    chosen = {name: parsed_value(value) for name, value in values.items()}
     plain = chosen_candidate(family, chosen)
     if not families.get(family).compiled:
         return plain
@@ -419,7 +419,7 @@ def candidate_of(
     return chosen_candidate(family, known | chosen)
 
 
-def _value(text: str) -> int | str | bool:
+def parsed_value(text: str) -> int | str | bool:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:

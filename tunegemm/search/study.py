@@ -181,7 +181,7 @@ class RooflineSampler(BaseSampler):
 
     def __getstate__(self) -> Mapping[str, Any]:
         """Leave out the order, which holds kernels of this process: a stored study no longer needs it."""
-        lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_given": {}, "_search_values": {}}
+        lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_suggested": {}, "_search_values": {}}
         return self.__dict__ | lost | {"_beyond": _tpe(None)}
 
 

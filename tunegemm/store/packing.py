@@ -65,7 +65,7 @@ def pack(
     left_out: Counter[str] = Counter()
     versions = _versions()
     usable = []
-    for record in _distinct(records):
+    for record in distinct(records):
         family = record.candidate.family
         judgement = judge(
             record.fingerprint,
@@ -157,7 +157,7 @@ def unfit(record: Record) -> str:
     return "" if verdict else str(verdict)
 
 
-def _distinct(records: Iterable[Record]) -> list[Record]:
+def distinct(records: Iterable[Record]) -> list[Record]:
     """Per problem and fingerprint the record of the narrowest layer."""
     ordered = sorted(records, key=lambda record: NARROWNESS.get(record.layer, len(NARROWNESS) + 1))
     return list({(record.problem, record.fingerprint): record for record in ordered}.values())

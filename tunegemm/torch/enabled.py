@@ -81,7 +81,7 @@ class Counts:
 
     def served(self) -> Served:
         """How many of the products so far ran a tuned kernel."""
-        gains = _gains()
+        gains = gains_by_place()
         products = served = calls = served_calls = 0
         saved_us = 0.0
         for key, count in list(self._calls.items()):
@@ -89,7 +89,7 @@ class Counts:
             products, calls, served_calls = products + 1, calls + count, served_calls + by_kernel
             served += by_kernel > 0
             if key:
-                saved_us += by_kernel * gains.get(_place(*key), 0.0)
+                saved_us += by_kernel * gains.get(place_of(*key), 0.0)
         return Served(products, served, calls, served_calls, saved_us * 1e-6)
 
 
@@ -121,7 +121,7 @@ def serve_process() -> None:
     Writer(write=write, clear=counts.clear, last=last).start()
 
 
-def _gains() -> Mapping[_Key, float]:
+def gains_by_place() -> Mapping[_Key, float]:
     """What a call saves, in us, of each product that has a plan with a tuned kernel."""
     gains: dict[_Key, float] = {}
     for problem, record in api.dispatcher.planner.tuned():
@@ -133,5 +133,5 @@ def _gains() -> Mapping[_Key, float]:
     return gains
 
 
-def _place(a: torch.Size, b: torch.Size, dtype: torch.dtype) -> _Key:
+def place_of(a: torch.Size, b: torch.Size, dtype: torch.dtype) -> _Key:
     return tuple(a), tuple(b), "tf32" if dtype is torch.float32 else dtype_of(dtype)

@@ -20,7 +20,7 @@ from tunegemm.errors import ProblemError, unknown_argument
 from tunegemm.torch import blocks, ops
 
 WITH_BIAS = form_of(LINEAR, "bias_n")
-_is_compiling = torch.compiler.is_compiling
+compiling_now = torch.compiler.is_compiling
 
 #: The epilogue for the keyword arguments, by activation and by whether there is no bias and no residual.
 _TEXTS = {
@@ -91,7 +91,7 @@ def matmul(
     try:
         if extras:
             return _matmul_and_more(a, b, out, **extras)
-        if _is_compiling():
+        if compiling_now():
             return ops.traced_matmul(a, b, out)
         return product(MATMUL, a, b, out)
     except TypeError as error:
@@ -116,7 +116,7 @@ def linear(
     """
     try:
         if activation is None and residual is None:
-            if _is_compiling():
+            if compiling_now():
                 return ops.traced_linear(x, weight, bias)
             if bias is None:
                 return product(LINEAR, x, weight)
@@ -163,7 +163,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> 
         fits = rank(a) == 2 and rank(b) == 2
     except TypeError as error:
         return node_of(error, mm, (a, b), {} if out is None else {"out": out}, torch.mm)
-    is_compiling = _is_compiling()
+    is_compiling = compiling_now()
     is_watched = not is_compiling and function_modes() and are_functions_watched()
     if is_watched or not fits:  # modes are to see this function, where `product` would show torch.matmul
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
@@ -180,7 +180,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
         return node_of(error, bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
     if not fits:
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
-    if _is_compiling():
+    if compiling_now():
         return ops.traced_matmul(a, b, out)
     return product(BMM, a, b, out)
 
@@ -282,7 +282,7 @@ def _matmul_and_more(
         )
     if isinstance(operands, str) or not isinstance(operands, Sequence):
         raise ProblemError(f"operands {operands!r:.40} are not a sequence; give a tuple of them")
-    if not _is_compiling():
+    if not compiling_now():
         refuse_proxies((a, b, *operands))
         form_of(MATMUL, str(epilogue), out_dtype).check(operands)
     tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
@@ -335,7 +335,7 @@ def _fused(
     out_dtype: torch.dtype | None = None,
     accumulation: str = "fast",
 ) -> torch.Tensor:
-    if _is_compiling():
+    if compiling_now():
         if not text and out_dtype is None:
             return ops.traced_matmul(a, b, out)
         return ops.traced_fused(call, text, a, b, tensors, numbers, out, out_dtype, accumulation)

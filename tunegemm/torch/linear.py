@@ -61,11 +61,11 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
             return functions.product(LINEAR, input, weight)
         return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
     except TypeError as error:
-        node = _module_node(layer, input)
+        node = module_node(layer, input)
         return node_of(error, functions.linear, (input, weight, bias)) if node is None else node
 
 
-def _module_node(layer: torch.nn.Linear, input: Any) -> Any:
+def module_node(layer: torch.nn.Linear, input: Any) -> Any:
     """The call of the module as a node of torch.fx, if its tracer does not look into linear layers; or None.
 
     Tools that rewrite graphs, such as FX quantisation, look for modules.

@@ -299,7 +299,7 @@ class _Interception:
         return self._count(
             asked, a, b, tensors, out, compute,
             lambda: named(asked.form, a, b, tensors, out),
-            lambda results, result: _kind(asked, results, a, b, result),
+            lambda results, result: kind_of(asked, results, a, b, result),
         )  # fmt: skip
 
     def _count(
@@ -427,7 +427,9 @@ def _activation(name: str, keywords: dict[str, Any]) -> str:
     return "gelu" if keywords.get("use_gelu") else "relu"
 
 
-def _kind(asked: _Asked, call: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Kind:
+def kind_of(
+    asked: _Asked, call: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+) -> Kind:
     """The problem that dispatch would look up; for torch's calls as much of it as can be described."""
     steps = asked.form.epilogue.steps
     words: dict[str, Any] = {

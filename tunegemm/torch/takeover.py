@@ -82,7 +82,7 @@ def disable() -> None:
 # Torch computes the calls that a function lets through, and rejects bad operands itself.
 
 
-def _plain(kernel: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
+def plain_products(kernel: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
     """For ``mm(a, b)`` and ``bmm(a, b)``, and these with ``out``."""
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, *more: Any, **keywords: Any) -> Any:
@@ -106,7 +106,7 @@ def _plain(kernel: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
     return serve
 
 
-def _adding(kernel: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
+def sums(kernel: Callable[..., Any], dimensions: int) -> Callable[..., Any]:
     """For ``addmm(c, a, b, *, beta, alpha)`` and ``baddbmm``, and these with ``out``."""
 
     def serve(
@@ -141,20 +141,20 @@ def _scaling(kernel: Callable[..., Any], name: str) -> Callable[..., Any]:
     return serve
 
 
-def _of_int8(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def int8_products(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """For ``_int_mm``, and this with ``out``."""
     form = form_of(BELOW_AUTOGRAD, "", torch.int32)
 
     def serve(keyset: Any, a: torch.Tensor, b: torch.Tensor, **keywords: Any) -> Any:
         result = None
-        if a.dtype == b.dtype == torch.int8 and a.ndim == b.ndim == 2 and _has_int8_extents(a, b):
+        if a.dtype == b.dtype == torch.int8 and a.ndim == b.ndim == 2 and has_int8_extents(a, b):
             result = api.dispatcher.fused(form, a, b, (), (), keywords.get("out"))
         return kernel(keyset, a, b, **keywords) if result is None else result
 
     return serve
 
 
-def _has_int8_extents(a: torch.Tensor, b: torch.Tensor) -> bool:
+def has_int8_extents(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether torch multiplies such matrices on a GPU; other devices accept all."""
     return not a.is_cuda or (a.shape[0] >= INT8_LEAST_ROWS and not (a.shape[1] % 8 or b.shape[1] % 8))
 
@@ -170,8 +170,8 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
     if any("scale_tensor" in steps for steps in operator.absorbs):
         return partial(_scaling, name=name)
     if operator.absorbs:
-        return partial(_adding, dimensions=dimensions)
-    return _of_int8 if name == "_int_mm" else partial(_plain, dimensions=dimensions)
+        return partial(sums, dimensions=dimensions)
+    return int8_products if name == "_int_mm" else partial(plain_products, dimensions=dimensions)
 
 
 #: The products of two matrices. Rooms with other products add theirs to `extension.operators`.

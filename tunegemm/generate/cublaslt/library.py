@@ -48,7 +48,7 @@ def algorithms(problem: Problem, device_index: int, requested: int, workspace_by
     plan = Plan(problem, packed_strides(problem))
     results = binding.heuristic(device_index, plan, requested, workspace_bytes)
     named = dict.fromkeys(candidate_of(one.algorithm, int(one.workspace_bytes)) for one in results)
-    return [candidate for candidate in named if _is_whole(device_index, problem, plan, candidate)]
+    return [candidate for candidate in named if is_whole(device_index, problem, plan, candidate)]
 
 
 def one_of_each_id(problem: Problem, device_index: int, workspace_bytes: int) -> list[Candidate]:
@@ -63,26 +63,26 @@ def one_of_each_id(problem: Problem, device_index: int, workspace_bytes: int) ->
     for number in numbers:
         best: tuple[float, Candidate] | None = None
         with suppress(LibraryError):  # some ids have no product of these types on this GPU
-            algorithm = _initial(device_index, problem, number)
+            algorithm = initial(device_index, problem, number)
             lists = [binding.listed(algorithm, name) for name in binding.LISTED]
             for tile, stages in itertools.product(*lists):
                 binding.write(algorithm, "tile", tile)
                 binding.write(algorithm, "stages", stages)
                 with suppress(LibraryError):
-                    result = _check(device_index, plan, algorithm)
+                    result = check_for(device_index, plan, algorithm)
                     empty = math.ceil(result.waves) / result.waves if result.waves > 0 else math.inf
                     if result.workspace_bytes <= workspace_bytes and (best is None or empty < best[0]):
                         best = empty, candidate_of(algorithm, int(result.workspace_bytes))
         if best is not None:
             candidates.append(best[1])
-    return [candidate for candidate in candidates if _is_whole(device_index, problem, plan, candidate)]
+    return [candidate for candidate in candidates if is_whole(device_index, problem, plan, candidate)]
 
 
-def _is_whole(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> bool:
+def is_whole(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> bool:
     """Whether the library accepts the algorithm rebuilt from its names. It need not: its heuristic names some
     algorithms that need workspace although none is allowed."""
     try:
-        _checked(device_index, problem, plan, candidate)
+        rebuilt(device_index, problem, plan, candidate)
     except (ValueError, LibraryError):
         return False
     return True
@@ -100,7 +100,7 @@ def launcher(
     def make(*strides: tuple[int, ...]) -> AddressLaunch:
         try:
             plan = Plan(problem, cast(Strides, strides))
-            algorithm = _checked(device_index, problem, plan, candidate)
+            algorithm = rebuilt(device_index, problem, plan, candidate)
             handle = pointer(binding.handle(device_index).value)
         except LibraryError as error:
             refused = f"cuBLASLt refuses {label(candidate)} for {problem}, strides {strides}"
@@ -188,17 +188,17 @@ def configure(algorithm: Any, candidate: Candidate) -> None:
         binding.write(algorithm, name, number_of(name, candidate[name]))
 
 
-def _checked(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> Any:
+def rebuilt(device_index: int, problem: Problem, plan: Plan, candidate: Candidate) -> Any:
     """The library's structure, rebuilt from the names and checked by the library for the plan."""
-    algorithm = _initial(device_index, problem, number_of("algo_id", candidate["algo_id"]))
+    algorithm = initial(device_index, problem, number_of("algo_id", candidate["algo_id"]))
     configure(algorithm, candidate)
-    needed = int(_check(device_index, plan, algorithm).workspace_bytes)
+    needed = int(check_for(device_index, plan, algorithm).workspace_bytes)
     if needed > (stored := int(candidate["workspace_bytes"])):
         raise ValueError(f"{label(candidate)} needs {needed} B of workspace here, its record has {stored} B")
     return algorithm
 
 
-def _initial(device_index: int, problem: Problem, algo_id: int) -> Any:
+def initial(device_index: int, problem: Problem, algo_id: int) -> Any:
     """The library's structure for an algorithm id. Raises LibraryError, and ValueError like `number_as`."""
     algorithm = binding.Algorithm()
     binding.call(
@@ -208,7 +208,7 @@ def _initial(device_index: int, problem: Problem, algo_id: int) -> Any:
     return algorithm
 
 
-def _check(device_index: int, plan: Plan, algorithm: Any) -> binding.HeuristicResult:
+def check_for(device_index: int, plan: Plan, algorithm: Any) -> binding.HeuristicResult:
     """The library's check of an algorithm for a plan. Raises LibraryError if the library refuses it."""
     result = binding.HeuristicResult()
     handle = binding.handle(device_index)

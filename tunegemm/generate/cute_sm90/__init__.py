@@ -113,7 +113,7 @@ class Order:
             gpcs = device.gpcs_of_clusters(candidate["cluster_m"] * candidate["cluster_n"], clusters)
             if gpcs is None:
                 return lines
-            address = _table(places_of(gpcs), device.index).data_ptr()
+            address = table_of(places_of(gpcs), device.index).data_ptr()
         rows, columns = block_of_a_gpc(candidate, usual_neighbours(gpcs))
         across = columns if candidate["raster_order"] == "along_m" else rows
         across = min(across, int(candidate["swizzle_size"]))
@@ -148,7 +148,7 @@ def block_of_a_gpc(candidate: Candidate, neighbours: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _table(places: tuple[int, ...], index: int) -> Any:
+def table_of(places: tuple[int, ...], index: int) -> Any:
     """The places in device memory, for good: captured graphs hold their address."""
     import torch
 

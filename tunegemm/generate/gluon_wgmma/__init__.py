@@ -43,9 +43,9 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     config = KernelConfig.from_mapping(key)
     rows, columns, depth = config.tile_m, config.tile_n, config.tile_k
     maps = {
-        "a_desc": _tensor_map(config.in_dtype, rows, depth, config.a_major == "k"),
-        "b_desc": _tensor_map(config.in_dtype, depth, columns, config.b_major == "n"),
-        "d_desc": _tensor_map(
+        "a_desc": tensor_map_of(config.in_dtype, rows, depth, config.a_major == "k"),
+        "b_desc": tensor_map_of(config.in_dtype, depth, columns, config.b_major == "n"),
+        "d_desc": tensor_map_of(
             config.out_dtype, config.epilogue_rows, config.epilogue_columns, config.out_major == "n"
         ),
     }
@@ -61,7 +61,7 @@ def compile_kernel(key: Key, out: Path) -> Resources:
     )
 
 
-def _tensor_map(dtype: str, rows: int, columns: int, contiguous: bool) -> str:
+def tensor_map_of(dtype: str, rows: int, columns: int, contiguous: bool) -> str:
     """The type of a tensor map over a batch of matrices whose columns, if `contiguous`, else its rows are
     contiguous in memory; with the widest smem swizzle that the tile's lines take.
     """

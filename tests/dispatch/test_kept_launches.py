@@ -1,0 +1,132 @@
+"""How long decisions of other families are kept, on a clock that stands still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tunegemm.dispatch import api, extension
+from tunegemm.dispatch.extension import LaunchCache
+from tunegemm.dispatch.planning import Planner
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(extension, "time", found)
+    monkeypatch.setattr(extension, "LOOK_SECONDS", 5.0)
+    return found
+
+
+@pytest.fixture
+def planner(serve) -> Iterator[Planner]:
+    before = api.serve_by(serve())
+    api.dispatcher.planner.next_look = float("inf")
+    yield api.dispatcher.planner
+    api.serve_by(before)
+
+
+@pytest.mark.parametrize(
+    ("now_s", "next_look", "looks", "is_known"),
+    [(104.9, 1e9, 0, True), (105.0, 1e9, 1, True), (105.1, 1e9, 0, False), (103.0, 103.0, 1, True),
+     (102.9, 103.0, 0, True)],
+)  # fmt: skip
+def test_a_decision_that_waits_holds_for_seconds(
+    monkeypatch: pytest.MonkeyPatch, planner: Planner, clock: Clock,
+    now_s: float, next_look: float, looks: int, is_known: bool,
+) -> None:  # fmt: skip
+    looked: list[bool] = []
+    monkeypatch.setattr(planner, "look", lambda: looked.append(True) or planner.state)
+    planner.next_look = next_look
+    cache, x = LaunchCache(), torch.empty(2, 3)
+    known = cache.keep("a key", None, x, waits=True)
+    assert known.again == 105.0
+    clock.now_s = now_s
+    assert cache.find("a key", x) == (known if is_known else None)
+    assert len(looked) == looks
+    assert cache.find("another", x) is None
+
+
+def test_a_decision_for_torch_ends_with_new_records(
+    monkeypatch: pytest.MonkeyPatch, planner: Planner, clock: Clock
+) -> None:
+    cache, x = LaunchCache(), torch.empty(2, 3)
+    known = cache.keep("a key", None, x)
+    launch = cache.keep("another key", "a launch", x)
+    assert known.again == float("inf")
+    planner.next_look = 0.0
+    monkeypatch.setattr(planner, "look", lambda: "another state")
+    assert cache.find("a key", x) is None and cache.find("another key", x) is launch
+    monkeypatch.setattr(extension, "capturing", lambda device: True)
+    assert cache.find("a key", x) is known, "nothing can be decided in a capture"
+
+
+def test_layouts_of_a_key_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
+    monkeypatch.setattr(extension, "MAX_PLANS", 2)
+    cache = LaunchCache()
+    tensors = [torch.empty(2, extent) for extent in range(1, 7)]
+    for number, tensor in enumerate(tensors[:5]):
+        cache.keep("a key", number, tensor)
+    assert [known for known in (cache.find("a key", tensor) for tensor in tensors[:2]) if known] == [
+        cache.find("a key", tensors[1])
+    ]
+    assert cache.all() == {"a key": [4, 3, 2, 1]}
+    cache.keep("a key", "again", tensors[3])
+    assert cache.all() == {"a key": ["again", 4, 2, 1]}
+    cache.keep("second", 2)
+    assert set(cache.all()) == {"a key", "second"}
+    cache.keep("third", 3)
+    assert set(cache.all()) == {"third"}
+    assert cache.keep("meta", 4, torch.empty(2, device="meta")).launch == 4 and "meta" not in cache.all()
+    cache.clear()
+    assert cache.all() == {}
+
+
+def test_what_is_made_once(planner: Planner) -> None:
+    cache, made = LaunchCache(), list[int]()
+
+    def make() -> Any:
+        made.append(len(made))
+        return made[-1] or None  # nothing at first
+
+    assert [cache.once("a key", make) for _ in range(3)] == [None, 1, 1] and made == [0, 1]
+
+
+@pytest.mark.parametrize(("record", "family"), [(True, "cute_sm90"), (False, ""), (None, "")])
+def test_which_family_serves(
+    monkeypatch: pytest.MonkeyPatch, planner: Planner, record: Any, family: str
+) -> None:
+    asked: list[int] = []
+    found = SimpleNamespace(candidate=SimpleNamespace(family="cute_sm90")) if record else None
+    result = None if record is None else (None, None, SimpleNamespace(record=found))
+    monkeypatch.setattr(planner, "expected", lambda form, a, b, index: asked.append(index) or result)
+    x: Any = torch.empty(2, 3)
+    assert extension.serves_by(None, x, x, torch.device("cuda", 3)) == family  # type: ignore[arg-type]
+    assert extension.serves_by(None, x, x, torch.device("cuda")) == family  # type: ignore[arg-type]
+    assert asked == [3, 0]
+    monkeypatch.setattr(planner, "recorded_groups", lambda problem, index: index)
+    assert [extension.recorded(None, torch.device(name)) for name in ("cuda:2", "cuda")] == [2, 0]  # type: ignore[arg-type]
+    assert extension.gpu_of(torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize(
+    ("problem", "record", "is_tuned"), [(1, 2, True), (None, 2, False), (1, None, False)]
+)
+def test_tuned_problems_have_a_plan_with_a_record(
+    planner: Planner, problem: Any, record: Any, is_tuned: bool
+) -> None:
+    planner.state.plans["a key"] = SimpleNamespace(problem=problem, record=record)  # type: ignore[index, assignment]
+    planner.state.plans["another"] = None  # type: ignore[index]
+    assert planner.tuned() == ([(1, 2)] if is_tuned else [])
