@@ -26,6 +26,7 @@ from benchmarks.tables.reading import (
     table_of,
 )
 from tunegemm.model.grouped import choose
+from tunegemm.report.text import counted
 
 #: `at_cap` of rows; peers do not say.
 _POWER = {"at the cap": True, "below it": False, "": None}
@@ -345,11 +346,11 @@ def llama(data: Data) -> list[str]:
     ]
     table = markdown_table(["workload", "torch, ms", "noise", "patch", "backend"], lines)
     first = [row for row in data["rows"] if "seconds" in row]
-    said = ", ".join(
-        f"{row['seconds']:.1f} s by {row['mode']} ({row['graphs']} graph{'s' * (row['graphs'] > 1)})"
-        for row in first
-    )
-    return [table, *([f"A first forward of {first[0]['layers']} layers: {said}."] if first else [])]
+    said = []
+    for (workload, layers), rows in groups_of(first, lambda row: (row["workload"], row["layers"])).items():
+        each = (f"{row['mode']} {row['seconds']:.1f} s ({counted(row['graphs'], 'graph')})" for row in rows)
+        said.append(f"{workload.capitalize()}, {layers} layers: {', '.join(each)}.")
+    return [table, *([" ".join(said)] if said else [])]
 
 
 @of_file("layers.json")
