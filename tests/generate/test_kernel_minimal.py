@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.forks import Forks
 from tests.support.minimal import compile_minimal
@@ -24,15 +23,12 @@ def test_it_fits_shared_memory() -> None:
     assert kernel_minimal.Storage.size_in_bytes() <= 232448
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a GPU: tests/gpu/test_kernel_minimal.py runs it"
-)
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so_in_one_line(forks: Forks) -> None:
     program = (
         "import runpy; runpy.run_module('tunegemm.generate.cute_sm90.kernel_minimal', run_name='__main__')"
     )
-    done = forks.run(program, env=os.environ)
+    done = forks.run(program, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 1 and not done.stdout
     assert done.stderr.splitlines() == [
         "kernel_minimal wants a Hopper GPU (compute capability 9.0), and there is none here"

@@ -133,8 +133,8 @@ def _result_of(body: list[ast.stmt]) -> ast.expr | None:
 def activation_of(module: Any) -> str:
     """The name of the activation that a module computes; empty if its class is not known to compute one.
 
-    Known are torch's classes, and classes whose source shows a forward that only calls one of torch's
-    functions, by name or as an attribute. The activations of transformers are such classes.
+    Torch's own classes count. So does any class whose forward, by its source, only calls one of torch's
+    activation functions, by name or through an attribute. The activations of transformers do this.
     """
     cls = type(module)
     if cls is nn.SiLU:
