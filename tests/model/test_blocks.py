@@ -114,3 +114,27 @@ def test_a_damaged_table_says_what_to_do(tmp_path: Path) -> None:
     path.write_text("dtypes = 1\n")
     with pytest.raises(BadValueError, match="install the package anew"):
         listed(path)
+
+
+def test_torch_computes_what_it_is_estimated_to_compute_faster() -> None:
+    """By the times of benchmarks/results/h200/blocks.json, no layer of which decides about itself alone."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200" / "blocks.json").read_text())["rows"]
+    losses, of_bounds = [], []
+    for row in rows:
+        own, torchs = row["us"].get("kernel"), row["us"].get("torch")
+        if row["m"] <= 64 or None in (own, torchs):
+            continue
+        by_torch = choose(row["m"], row["n"], row["k"], gpu=GPUS[0], or_torch=True) is None
+        losses.append(math.log((torchs if by_torch else own) / min(own, torchs)))
+        bounded = row["m"] > 256 or row["m"] * row["n"] > 1 << 20
+        of_bounds.append(math.log((torchs if bounded else own) / min(own, torchs)))
+    assert len(losses) >= 60 and sum(losses) < len(losses) * math.log(1.012) < sum(of_bounds)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_torch_has_no_product_of_few_rows(gpu: str) -> None:
+    for rows in (1, 16, 64):
+        for n, k in ((2112, 7168), (36864, 7168), (4096, 1536)):
+            assert choose(rows, n, k, gpu=gpu, or_torch=True) == choose(rows, n, k, gpu=gpu)
+    assert choose(8192, 7168, 18432, gpu=gpu, or_torch=True) is None
+    assert choose(8192, 7168, 18432, gpu=gpu) is not None

@@ -91,11 +91,13 @@ class Listed:
 
 def choose(
     rows: int, n: int, k: int, *,
-    out_dtype: str = "bf16", gpu: str = "", may_split: bool = True, path: Path | None = None,
+    out_dtype: str = "bf16", gpu: str = "", may_split: bool = True, or_torch: bool = False,
+    path: Path | None = None,
 ) -> BlockChoice | None:  # fmt: skip
     """The kernel for A (rows x K) and weights (N x K); None if the table has no kernel for such a product.
 
-    gpu: its name, such as NVIDIA H200. may_split: whether k may be split, which takes memory.
+    gpu: its name, such as NVIDIA H200. may_split: whether k may be split, which takes memory. or_torch:
+    return None also where torch's own kernel is estimated to be faster.
 
     Raises BadValueError if the table is damaged.
     """
@@ -107,7 +109,10 @@ def choose(
     ]
     if not results:
         return None
-    _, name, split, best = min(results, key=lambda result: result[:3])
+    least, name, split, best = min(results, key=lambda result: result[:3])
+    _, by_torch = _table(path)
+    if or_torch and rows >= by_torch.first_row and by_torch.estimate(rows, n, k, 1, gpu) < least:
+        return None
     return BlockChoice(name, best.config, split, 2 if rows <= best.config.rows and best.config.few else 0)
 
 
@@ -122,26 +127,30 @@ def splits_of(config: BlockConfig, rows: int, n: int, k: int) -> list[int]:
 
 def listed(path: Path | None = None) -> tuple[BlockConfig, ...]:
     """All kernels of the table, which ship compiled. Raises BadValueError if the table is damaged."""
-    return tuple(dict.fromkeys(each.config for each in _table(path)))
+    return tuple(dict.fromkeys(each.config for each in _table(path)[0]))
 
 
 def candidates(out_dtype: str = "bf16", path: Path | None = None) -> tuple[Listed, ...]:
     """The kernels with this output dtype. Raises BadValueError if the table is damaged."""
-    return tuple(each for each in _table(path) if each.config.out_dtype == out_dtype)
+    return tuple(each for each in _table(path)[0] if each.config.out_dtype == out_dtype)
 
 
 @cache
-def _table(path: Path | None) -> tuple[Listed, ...]:
+def _table(path: Path | None) -> tuple[tuple[Listed, ...], Listed]:
+    """The kernels, and torch's as one of them."""
     import tomllib  # here, so that only programs with such products pay for the import
 
     path = path or data_path("db", "blocks.toml")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-        return tuple(
-            _listed(name, dict(zip(table["parameters"], line["values"], strict=True)), dtype, line)
+        names = table["parameters"]
+        kernels = tuple(
+            _listed(name, dict(zip(names, line["values"], strict=True)), dtype, line)
             for name, line in table["kernels"].items()
             for dtype in line.get("dtypes", table["dtypes"])
         )
+        torchs = table["torch"]
+        return kernels, _listed("torch", dict(zip(names, torchs["values"], strict=True)), "bf16", torchs)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
 

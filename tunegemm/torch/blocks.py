@@ -24,10 +24,6 @@ _FP8 = torch.float8_e4m3fn
 _OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Scales in 16 bytes, torch's requirement.
 _TORCHS_UNIT = 4
-#: Kernels also serve products that torch supports: up to so many rows, and up to so many rows with so many
-#: values of the result. On an H200 (twelve layers, 2026-11-29) the best kernel is 1.08 to 1.8 times as fast
-#: as torch's up to 64 rows, 1.09 to 1.6 times within the second bounds, 0.77 to 1.17 times beyond.
-_ALWAYS_ROWS, _MOST_ROWS, _MOST_VALUES = 64, 256, 1 << 20
 
 
 def blocks_of(extent: int) -> int:
@@ -62,11 +58,6 @@ def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
         and scale_a.stride() == (1, rows)
         and scale_b.stride() == (1, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
     )
-
-
-def torch_is_faster(rows: int, n: int) -> bool:
-    """Whether torch's kernel, if it takes the operands, is expected to be faster."""
-    return rows > _ALWAYS_ROWS and (rows > _MOST_ROWS or rows * n > _MOST_VALUES)
 
 
 def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
@@ -207,15 +198,14 @@ _family = extension.Family(blocks, BlockKernel.load, "block-scaled products", "t
 def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> Any:
     """See `Family.launch`."""
     policy, weight, scales = extension.policy(), b.t(), (scale_a, scale_b.t())
-    slower = (
-        out.dtype is torch.bfloat16 and torch_is_faster(*out.shape) and torch_takes(a, b, scale_a, scale_b)
-    )
-    if policy.is_batch_invariant or slower or blocks.refusal(a, weight, *scales, out):
+    if policy.is_batch_invariant or blocks.refusal(a, weight, *scales, out):
         return None
-    may_split, gpu = policy.prefer != "no_workspace", extension.gpu_of(a.device)
     choice = choose(
-        a.shape[0], b.shape[1], a.shape[1], out_dtype=_OUT_DTYPES[out.dtype], gpu=gpu, may_split=may_split
-    )
+        a.shape[0], b.shape[1], a.shape[1],
+        out_dtype=_OUT_DTYPES[out.dtype], gpu=extension.gpu_of(a.device),
+        may_split=policy.prefer != "no_workspace",
+        or_torch=out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b),
+    )  # fmt: skip
     if choice is None:
         return None
     return choice.config, lambda kernel: kernel.bound(
