@@ -1,4 +1,4 @@
-"""transformers: computes layers of experts with `tunegemm.experts`, as ``experts_implementation="tunegemm"``.
+"""transformers: layers of experts, and fp8 models with block scales.
 
 Written for 5.17 to 5.23. transformers has no entry points: a program calls `register` once, before or after
 it creates a model.
@@ -6,22 +6,119 @@ it creates a model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
 
+from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups import grouped
 from tunegemm.groups.gated_experts import experts
+from tunegemm.groups.quantize import quantize
 from tunegemm.groups.routing import Gate
+from tunegemm.torch import blocks
 
 NAME = "tunegemm"
+_FP8 = torch.float8_e4m3fn
 
 
 def register() -> None:
-    """Register ``config._experts_implementation = "tunegemm"``. Raises ImportError without transformers."""
+    """Register ``config._experts_implementation = "tunegemm"``, and serve `FP8Linear` layers.
+
+    Layers of fp8 weights with fp32 scales of 128x128 blocks and dynamic activations are served on Hopper;
+    transformers computes other calls. May be called again. Raises ImportError without transformers.
+    """
+    from transformers.integrations import finegrained_fp8
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, fp8_experts_forward)
+    if not hasattr(finegrained_fp8.fp8_linear, "tunegemm_replaced"):
+        finegrained_fp8.fp8_linear = _in_place_of(finegrained_fp8.fp8_linear)
+
+
+def _in_place_of(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`fp8_linear` of transformers, by kernels where they serve; own: transformers' function."""
+
+    @wraps(own)
+    def fp8_linear(
+        input: torch.Tensor, weight: torch.Tensor, weight_scale_inv: torch.Tensor,
+        block_size: Any = None, bias: torch.Tensor | None = None,
+        activation_scale: torch.Tensor | None = None, *others: Any, **words: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if activation_scale is None and is_served(input, weight, weight_scale_inv, block_size):
+            rows = input.reshape(-1, input.shape[-1])
+            result = _product(rows, weight, weight_scale_inv)
+            if result is not None:
+                result = result.view(*input.shape[:-1], weight.shape[0])
+                return result if bias is None else result + bias
+        return own(input, weight, weight_scale_inv, block_size, bias, activation_scale, *others, **words)
+
+    fp8_linear.tunegemm_replaced = own  # type: ignore[attr-defined]
+    return fp8_linear
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def is_served(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block_size: Any) -> bool:
+    """Whether x and fp8 weights with block scales are operands for our kernels, on a Hopper GPU."""
+    return (
+        is_hopper(x.device)
+        and weight.dtype is _FP8
+        and scale.dtype is torch.float32
+        and block_size is not None
+        and tuple(block_size) == (BLOCK, BLOCK)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.numel() > 0
+        and not grouped.has_gradient(x)
+    )
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+    """``x @ (weight * scale).T`` for rows that are quantised first; None without a kernel."""
+    values, scales = quantize(x)
+    given = values, weight.detach().t(), scales, scale.detach().t()
+    if torch.compiler.is_compiling():
+        return blocks.scaled_mm(*given, None, x.dtype, False)
+    result = blocks.product(*given, x.dtype)
+    if result is None and blocks.torch_takes(*given):
+        return torch._scaled_mm(*given, out_dtype=x.dtype)
+    return result
+
+
+def fp8_experts_forward(
+    layer: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute a layer of fp8 experts as transformers represents it (`FP8Experts`).
+
+    Returns (tokens, hidden). transformers' grouped product computes layers without a gate, and calls that
+    `is_served` refuses.
+    """
+    from transformers.integrations import finegrained_fp8
+
+    given = hidden_states, top_k_index, top_k_weights
+    if (
+        not layer.has_gate
+        or layer.activation_scheme != "dynamic"
+        or hidden_states.dtype is not torch.bfloat16
+        or grouped.has_gradient(top_k_weights)
+        or not is_served(hidden_states, layer.gate_up_proj, layer.gate_up_proj_scale_inv, layer.block_size)
+    ):
+        return finegrained_fp8.fp8_grouped_mm_experts_forward(layer, *given)
+    limits = ("limit", "swiglu_alpha", "swiglu_limit", "gate_softcap")
+    if all(getattr(layer, name, None) is None for name in limits):
+        activation = activation_of(layer, finegrained_fp8.FP8Experts._apply_gate)
+    else:
+        activation = layer._apply_gate
+    return experts(
+        hidden_states, layer.gate_up_proj.detach(), layer.down_proj.detach(), top_k_index, top_k_weights,
+        activation=activation, elsewhere=getattr(layer, "_is_expert_parallel", True),
+        gate_up_scale=layer.gate_up_proj_scale_inv.detach(), down_scale=layer.down_proj_scale_inv.detach(),
+    )  # fmt: skip
 
 
 def experts_forward(
