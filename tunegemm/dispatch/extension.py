@@ -295,36 +295,41 @@ class Family:
         self,
         key: Hashable,
         tensors: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
+        allocate: Callable[[], tuple[torch.Tensor, ...]],
         choose: Callable[..., tuple[Any, Callable[[Any], Any]] | None],
         *facts: Any,
-    ) -> bool:
-        """Launch at the addresses of the operands and the results; False if torch must compute them.
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Launch at the addresses of the operands and the results; None if torch must compute them.
 
+        allocate: makes the results. It is not called for calls that torch computes, once that is decided.
         choose: decides once for operands of a key and a layout, from them, the results and the facts. It
         returns a configuration, and what makes the launch from its kernel; None if torch computes such calls.
         """
-        known = self._launches.find(key, *tensors)
+        known, results = self._launches.find(key, *tensors), None
         if known is None:
             device = tensors[0].device
             if not may_load(device):
-                return False
+                return None
             launch, waits = None, False
-            if not is_off() and (choice := choose(*tensors, *results, *facts)) is not None:
-                kernel, waits = self.kernel(choice[0], device)
-                launch = None if kernel is None else choice[1](kernel)
+            if not is_off():
+                results = allocate()
+                if (choice := choose(*tensors, *results, *facts)) is not None:
+                    kernel, waits = self.kernel(choice[0], device)
+                    launch = None if kernel is None else choice[1](kernel)
             known = self._launches.keep(key, launch, *tensors, waits=waits)
         if known.launch is None:
-            return False
+            return None
+        if results is None:
+            results = allocate()
         try:
             known.launch(*map(data_ptr, (*tensors, *results)))
         except NotTaken:
-            return False
+            return None
         except (RuntimeError, ValueError) as error:
             self.failed(tensors[0].device, error)
             self._launches.keep(key, None, *tensors)
-            return False
-        return True
+            return None
+        return results
 
 
 def device_of(device: torch.device) -> Device:

@@ -108,9 +108,12 @@ def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.T
     if (device.index or 0) != current_device():
         with torch.cuda.device(device):
             return _by_kernel(a, b, scale_a, scale_b, offs)
-    result = a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16)
-    tensors, key = (a, b, scale_a, scale_b, offs), (a.numel(), b.numel())
-    return result if _family.launch(key, tensors, (result,), _choose) else None
+
+    def allocate() -> tuple[torch.Tensor]:
+        return (a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16),)
+
+    results = _family.launch((a.numel(), b.numel()), (a, b, scale_a, scale_b, offs), allocate, _choose)
+    return None if results is None else results[0]
 
 
 def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, out: Any) -> Any:

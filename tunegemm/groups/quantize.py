@@ -95,11 +95,13 @@ def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | 
         with torch.cuda.device(device):
             return _by_kernel(x, gated, power_of_two)
     rows, k = x.shape[0], x.shape[1] // (1 + gated)
-    allocate = extension.allocation()
-    values = allocate((rows, k), (k, 1), _FP8)
-    scales = allocate((rows, -(-k // BLOCK)), (1, rows), torch.float32)
+
+    def allocate() -> Quantized:
+        make = extension.allocation()
+        return make((rows, k), (k, 1), _FP8), make((rows, -(-k // BLOCK)), (1, rows), torch.float32)
+
     facts = gated, power_of_two
-    return (values, scales) if _family.launch(facts, (x,), (values, scales), _choose, *facts) else None
+    return cast(Quantized | None, _family.launch(facts, (x,), allocate, _choose, *facts))
 
 
 _family = extension.Family(kernels, Quantizer.load, "quantize", "torch's operations quantise")

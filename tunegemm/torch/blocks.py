@@ -184,12 +184,14 @@ def product(
     if scale_b.shape[0] != along:
         scale_b = scale_b[:along]
     given = (a, b, scale_a, scale_b, *(() if out is None else (out,)))
-    made = []
-    if out is None:
+
+    def allocate() -> tuple[torch.Tensor, ...]:
         shape = a.shape[0], b.shape[1]
-        made.append(extension.allocation()(shape, (shape[1], 1), out_dtype))
+        return () if out is not None else (extension.allocation()(shape, (shape[1], 1), out_dtype),)
+
     key = out_dtype, a.numel(), b.numel(), len(given)
-    return (*given, *made)[-1] if _family.launch(key, given, made, _choose) else None
+    results = _family.launch(key, given, allocate, _choose)
+    return None if results is None else (*given, *results)[-1]
 
 
 _family = extension.Family(blocks, BlockKernel.load, "block-scaled products", "torch computes them")
