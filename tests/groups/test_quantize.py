@@ -13,7 +13,6 @@ import tunegemm
 from tests.support.serving import Bound, fails, serving_by, with_other_device_current
 from tunegemm.dispatch import extension
 from tunegemm.errors import ProblemError
-from tunegemm.groups import quantize
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -131,7 +130,7 @@ def test_what_is_no_tensor_is_named() -> None:
 
 
 def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, launched = with_other_device_current(monkeypatch, quantize), []
+    current, launched = with_other_device_current(monkeypatch), []
     kernel = Bound(lambda *addresses: launched.append((current[-1], addresses[0])))
     x = torch.randn(3, 256).bfloat16()
     with serving_by(monkeypatch, kernel):

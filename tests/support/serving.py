@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
@@ -63,8 +62,8 @@ def forbid_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "by_torch", refuse)
 
 
-def with_other_device_current(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[int]:
-    """Device 1 is current, as the module sees it. Returns a list that ends with the current device."""
+def with_other_device_current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Device 1 is current, as families see it. Returns a list that ends with the current device."""
     current = [1]
 
     @contextmanager
@@ -73,7 +72,7 @@ def with_other_device_current(monkeypatch: pytest.MonkeyPatch, module: ModuleTyp
         yield
         current.pop()
 
-    monkeypatch.setattr(module, "current_device", lambda: current[-1])
+    monkeypatch.setattr(extension, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", device)
     return current
 

@@ -141,7 +141,7 @@ def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.M
 
 
 def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, devices = with_other_device_current(monkeypatch, own), []
+    current, devices = with_other_device_current(monkeypatch), []
     with serving_by(monkeypatch, Bound(lambda *addresses: devices.append(current[-1]))):
         tunegemm.scaled_mm(*operands(3, 136, 256), out_dtype=torch.bfloat16)
     assert devices == [0] and current == [1]

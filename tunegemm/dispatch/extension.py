@@ -41,6 +41,7 @@ from tunegemm.dispatch.fx import data_ptr
 from tunegemm.dispatch.guards import (
     capturing,
     check_of,
+    current_device,
     dispatch_modes,
     grad_enabled,
     is_lazy,
@@ -301,13 +302,19 @@ class Family:
     ) -> tuple[torch.Tensor, ...] | None:
         """Launch at the addresses of the operands and the results; None if torch must compute them.
 
+        The first operand's device is the current one meanwhile.
         allocate: makes the results. It is not called for calls that torch computes, once that is decided.
         choose: decides once for operands of a key and a layout, from them, the results and the facts. It
         returns a configuration, and what makes the launch from its kernel; None if torch computes such calls.
         """
+        device = tensors[0].device
+        if device.type != device_type():
+            return None
+        if (device.index or 0) != current_device():
+            with torch.cuda.device(device):
+                return self.launch(key, tensors, allocate, choose, *facts)
         known, results = self._launches.find(key, *tensors), None
         if known is None:
-            device = tensors[0].device
             if not may_load(device):
                 return None
             launch, waits = None, False
@@ -326,7 +333,7 @@ class Family:
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
-            self.failed(tensors[0].device, error)
+            self.failed(device, error)
             self._launches.keep(key, None, *tensors)
             return None
         return results

@@ -11,7 +11,6 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.fx import rank
-from tunegemm.dispatch.guards import current_device
 from tunegemm.errors import ProblemError
 from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel
@@ -102,12 +101,8 @@ def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
 
 def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor | None:
     """The product in bf16 from a kernel; None if no kernel can run."""
-    device = a.device
-    if device.type != extension.device_type() or not a.shape[0]:
+    if not a.shape[0]:
         return None
-    if (device.index or 0) != current_device():
-        with torch.cuda.device(device):
-            return _by_kernel(a, b, scale_a, scale_b, offs)
 
     def allocate() -> tuple[torch.Tensor]:
         return (a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16),)

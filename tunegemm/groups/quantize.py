@@ -8,7 +8,7 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import current_device, is_lazy, is_transformed
+from tunegemm.dispatch.guards import is_lazy, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig, Quantizer
@@ -88,12 +88,8 @@ def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
 
 def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | None:
     """By one launch; None if torch must do it."""
-    device = x.device
-    if not are_plain(x) or device.type != extension.device_type():
+    if not are_plain(x):
         return None
-    if (device.index or 0) != current_device():
-        with torch.cuda.device(device):
-            return _by_kernel(x, gated, power_of_two)
     rows, k = x.shape[0], x.shape[1] // (1 + gated)
 
     def allocate() -> Quantized:
