@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tunegemm.describe.stored import FIELDS, document_of
+from tunegemm.describe.stored import FIELDS
 from tunegemm.report.leaderboard import VENDOR_FAMILY
+from tunegemm.store.frames import of_records
 from tunegemm.store.layers import of_databases
 from tunegemm.store.shipped import read_shipped
 
@@ -42,22 +43,12 @@ def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.
 
 def _frame(records: Iterable[Record]) -> pandas.DataFrame:
     """One row per problem and device, from the toolchain that was measured last; without what files lack."""
-    import pandas
-
-    names = ("label", "kernel_source", "median_us", "baseline_median_us", "ratio", "noise", "confirmed")
-    rows: list[dict[str, Any]] = []
-    for record in sorted(records, key=lambda record: record.measured_at):
-        vendor = record.candidate.family == VENDOR_FAMILY
-        rows.append(
-            document_of(record.problem)
-            | record.fingerprint.asdict()
-            | {name: getattr(record, name) for name in (*names, "relative_error", "measured_at", "method")}
-            | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest}
-            | {"family": record.candidate.family, "origin": ""}
-            | {"spread": math.nan, "baseline_spread": math.nan}
-            | {"vendor_label": record.label if vendor else None}
-            | {"vendor_ratio": record.ratio if vendor else math.nan}
-        )
-    columns = [*_PLACE, "family", "fingerprint"]
-    frame = pandas.DataFrame(rows, columns=list(rows[0]) if rows else columns)
-    return frame.drop_duplicates(_PLACE, keep="last")
+    frame = of_records(sorted(records, key=lambda record: record.measured_at))
+    vendor = frame["family"] == VENDOR_FAMILY
+    return frame.assign(
+        origin="",
+        spread=math.nan,
+        baseline_spread=math.nan,
+        vendor_label=frame["label"].where(vendor),
+        vendor_ratio=frame["ratio"].where(vendor),
+    ).drop_duplicates(_PLACE, keep="last")

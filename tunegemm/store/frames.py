@@ -13,7 +13,7 @@ from sqlalchemy import Select, select
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import FIELDS, document_of, problem_of
 from tunegemm.measure.evidence import evidence_of
-from tunegemm.store.codec import decode_candidate, is_readable
+from tunegemm.store.codec import FINGERPRINT_FIELDS, decode_candidate, is_readable
 from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import (
     FINGERPRINT_COLUMNS,
@@ -94,6 +94,20 @@ def with_shipped(
     """The rows of `best_of_each`, then the shipped records, which lack some columns."""
     import pandas
 
+    wanted = (
+        record
+        for record in records
+        if problem in (None, record.problem) and family in (None, record.candidate.family)
+    )
+    shipped = of_records(wanted).assign(record=True, origin="shipped").reindex(columns=frame.columns)
+    parts = [part for part in (frame, shipped) if len(part)]
+    return pandas.concat(parts, ignore_index=True) if parts else frame
+
+
+def of_records(records: Iterable[Record]) -> pandas.DataFrame:
+    """A row for each record, with the columns of `best_of_each` that shipped records have."""
+    import pandas
+
     figures = (
         *_TIMES, "label", "kernel_source", "method", "noise", "relative_error", "measured_at", "confirmed"
     )  # fmt: skip
@@ -101,14 +115,12 @@ def with_shipped(
         document_of(record.problem)
         | record.fingerprint.asdict()
         | {name: getattr(record, name) for name in figures}
-        | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest, "record": True}
-        | {"family": record.candidate.family, "origin": "shipped"}
+        | {"fingerprint": record.fingerprint.digest, "candidate": record.candidate.digest}
+        | {"family": record.candidate.family}
         for record in records
-        if problem in (None, record.problem) and family in (None, record.candidate.family)
     ]
-    shipped = pandas.DataFrame(rows).reindex(columns=frame.columns)
-    parts = [part for part in (frame, shipped) if len(part)]
-    return pandas.concat(parts, ignore_index=True) if parts else frame
+    names = [*FIELDS, *FINGERPRINT_FIELDS, *figures, "fingerprint", "candidate", "family"]
+    return pandas.DataFrame(rows, columns=names)
 
 
 def by_evidence(frame: pandas.DataFrame, *last: str, first: str | None = None) -> pandas.DataFrame:

@@ -67,25 +67,6 @@ def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
     them; ``along_k``: of all kernels for groups along k. every: also those of the kind that no choice names.
     As `packing.provide`.
     """
-    return provide_keys(_grouped(kind, every))
-
-
-def provide_joined() -> Provided:
-    """The objects of the kernels of several weights (db/joined.toml). As `packing.provide`."""
-    return provide_keys(_joined())
-
-
-def provide_blocks() -> Provided:
-    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml), and of the
-    kernels that quantise. As `packing.provide`.
-    """
-    return provide_keys(_blocks())
-
-
-def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
-    """Each shipped kernel for grouped products, or around them, by its name; or those of a kind, or `every`
-    kernel of the table.
-    """
     result = {
         f"grouped {config.label}": (maker_of(config).FAMILY.name, maker_of(config).kernel_key(config))
         for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
@@ -96,21 +77,22 @@ def _grouped(kind: str = "", every: bool = False) -> dict[str, tuple[str, Key]]:
     for name, key in routing.kernels().items():
         if kind == "routing" or (not kind and name.split()[0] in routing.SERVED):
             result[name] = "routing", key
-    return result
+    return provide_keys(result)
 
 
-def _joined() -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of several weights."""
-    return {
-        " ".join(filter(None, ("joined", config.in_dtype, config.label, config.epilogue))): (
-            "joined", joined.kernel_key(config),
-        )
-        for config in listed_of_weights()
-    }  # fmt: skip
+def provide_joined() -> Provided:
+    """The objects of the kernels of several weights (db/joined.toml). As `packing.provide`."""
+    keys: dict[str, tuple[str, Key]] = {}
+    for config in listed_of_weights():
+        name = " ".join(filter(None, ("joined", config.in_dtype, config.label, config.epilogue)))
+        keys[name] = "joined", joined.kernel_key(config)
+    return provide_keys(keys)
 
 
-def _blocks() -> dict[str, tuple[str, Key]]:
-    """By its name each kernel of block-scaled products, and each that quantises."""
+def provide_blocks() -> Provided:
+    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml), and of the
+    kernels that quantise. As `packing.provide`.
+    """
     result = {
         f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
         for config in listed_of_blocks()
@@ -119,7 +101,7 @@ def _blocks() -> dict[str, tuple[str, Key]]:
         result[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.kernel_key(of_groups)
     for of_rows in quantize.CONFIGS:
         result[f"quantize {of_rows.label}"] = "quantize", quantize.kernel_key(of_rows)
-    return result
+    return provide_keys(result)
 
 
 def _name(key: Key) -> tuple[tuple[str, str | int], ...]:
