@@ -360,11 +360,12 @@ class TelemetryReader:
 
     def read(self) -> Telemetry:
         """One reading, about 0.1 ms; all None when NVML does not answer."""
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
         return Telemetry(
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
             power_w=None if (mw := self._ask("nvmlDeviceGetPowerUsage")) is None else mw / 1000,
             temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
-            throttle_reasons=self._throttle_reasons(),
+            throttle_reasons=tuple(name for bit, name in _THROTTLE_REASONS.items() if reasons & bit),
         )
 
     def energy_mj(self) -> float | None:
@@ -383,7 +384,3 @@ class TelemetryReader:
         with suppress(Exception):  # not supported of this device, or by this version
             return getattr(self._nvml, function)(self._handle, *arguments)
         return None
-
-    def _throttle_reasons(self) -> tuple[str, ...]:
-        mask = self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
-        return tuple(name for bit, name in _THROTTLE_REASONS.items() if mask & bit)

@@ -341,7 +341,9 @@ class Problem:
             raise ProblemError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply")
         in_dtype = in_dtype_of(*(normalize_dtype(str(operand.dtype)) for operand in (a, b)))
         if in_dtype == "fp32":
-            in_dtype = _tf32_if_allowed()
+            if fp32_precision() != "tf32":
+                raise ProblemError(f"fp32 operands have kernels where tf32 is allowed: {tf32_remedy()}")
+            in_dtype = "tf32"
         a_major = contiguous_mode(a, row_mode="m", column_mode="k", prefer="k")
         b_major = contiguous_mode(b, row_mode="k", column_mode="n", prefer="k")
         return cls(
@@ -515,12 +517,6 @@ class Problem:
         words += [f"groups{self.groups}"] if self.groups else []
         words += [self.epilogue] if self.epilogue else []
         return " ".join(words)
-
-
-def _tf32_if_allowed() -> str:
-    if fp32_precision() == "tf32":
-        return "tf32"
-    raise ProblemError(f"fp32 operands have kernels where tf32 is allowed: {tf32_remedy()}")
 
 
 #: Rows, columns, and whether rows are contiguous.

@@ -88,7 +88,10 @@ class Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wanted[4] else None
-        multiply = _multiplier(ctx.product)
+        if is_transformed():  # as with is_grads_batched
+            multiply: Multiply = torch.matmul
+        else:  # derivatives of a backward pass are rarely needed
+            multiply = partial(differentiably if torch.is_grad_enabled() else _multiply, ctx.product)
         of_a, of_b = gradients(multiply, grad, (a, b.t() if ctx.linear else b), wanted[1:3])
         return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None, of_bias, None
 
@@ -96,14 +99,6 @@ class Product(torch.autograd.Function):
 def _multiply(product: Maybe, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     result = product(a, b)
     return torch.matmul(a, b) if result is None else result
-
-
-def _multiplier(product: Maybe) -> Multiply:
-    """The multiplication of a backward pass, chosen once for all its products."""
-    if is_transformed():  # as with is_grads_batched
-        return torch.matmul
-    # Derivatives of a backward pass are rarely needed.
-    return partial(differentiably if torch.is_grad_enabled() else _multiply, product)
 
 
 def differentiably(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,11 +144,6 @@ class Contents:
         """The day or days of the measurements."""
         days = sorted(winner.record.measured_at.date().isoformat() for winner in self.winners)
         return days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"
-
-    @property
-    def mean_ratio(self) -> float:
-        """Geometric mean over all problems."""
-        return statistics.geometric_mean(winner.record.ratio for winner in self.winners)
 
     def verdicts(self) -> Counter[Verdict]:
         return Counter(winner.verdict for winner in self.winners)

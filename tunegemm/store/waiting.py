@@ -6,14 +6,25 @@ import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
 
 #: When reading must end, by the monotonic clock, in this context; a caller that cannot wait sets it.
 deadline_s: contextvars.ContextVar[float] = contextvars.ContextVar("deadline_s", default=math.inf)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Bound all waiting inside together; an earlier deadline of the context stays."""
+    token = deadline_s.set(min(deadline_s.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        deadline_s.reset(token)
 
 
 def left_s(most: float) -> float:

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from tunegemm.compile.pool import default_workers
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ClusterError, DatabaseError, DeviceError, TunegemmError
+from tunegemm.store.waiting import in_time, within
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner
 from tunegemm.untrusted import digits
@@ -396,18 +396,9 @@ def connected(address: str) -> Iterator[None]:
             f"Ray address {named!r} does not answer ({reason}); start it with `ray start --head`, "
             "which prints the address to give"
         ) from None
-    # In a thread, which is abandoned if Ray never returns.
-    joined: Future[Any] = Future()
-
-    def join() -> None:
-        try:
-            joined.set_result(ray.init(address=named, **_QUIET))
-        except Exception as error:
-            joined.set_exception(error)
-
-    threading.Thread(target=join, name="join", daemon=True).start()
     try:
-        joined.result(_CONNECT_S)
+        with within(_CONNECT_S):
+            in_time(functools.partial(ray.init, address=named, **_QUIET), lambda _: None)
     except TimeoutError:
         raise ClusterError(
             f"Ray address {named!r} accepts a connection, but Ray does not answer within {_CONNECT_S:g} s; "

@@ -77,7 +77,11 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
     same = [e for e in stored if e.fingerprint == record.fingerprint]
     rivals = leaders(e for e in same if judge_stored(e, tuner.device.fingerprint).usable)[:top]
     by_candidate = {rival.candidate: rival for rival in rivals}
-    candidates = {c: _today(tuner, c) for c in dict.fromkeys([record.candidate, *by_candidate])}
+    # Each candidate in its family's current form; None if the family cannot read it.
+    candidates = {
+        candidate: candidate if candidate.family == TORCH_MM.family else tuner.kernels.usable(candidate)
+        for candidate in (record.candidate, *by_candidate)
+    }
     result = tuner.race(record.problem, [c for c in candidates.values() if c is not None])
     outcomes = {outcome.candidate: outcome for outcome in result.outcomes}
     moves = []
@@ -92,11 +96,6 @@ def verify(tuner: Tuner, record: Record, judgement: Judgement, top: int = TOP) -
             reason = f"{outcome.stage}: {outcome.reason}" if outcome else "not feasible here"
             moves.append(Move(candidate, before.label, before.ratio, None, True, reason))
     return Verification(record, judgement, result, tuple(moves))
-
-
-def _today(tuner: Tuner, stored: Candidate) -> Candidate | None:
-    """Return a stored candidate in its family's current form; None if the family cannot read it."""
-    return stored if stored.family == TORCH_MM.family else tuner.kernels.usable(stored)
 
 
 def is_alike(before: Record, outcome: Measurement) -> bool:

@@ -64,17 +64,14 @@ _LEFT_OUT = {"mamba": "Mamba layers are not supported", "conv": "short convoluti
 def completed(config: Config) -> Config:
     """The config with the defaults of its family's code. Raises WorkloadError for a structure that this
     module cannot read."""
-    result = Config({**DEFAULTS.get(config.family, {}), **_present(config)}, config.where)
+    present = {name: value for name, value in config.values.items() if value is not None}
+    result = Config({**DEFAULTS.get(config.family, {}), **present}, config.where)
     if unknown := next((name for name in _UNKNOWN if result.get(name)), None):
         raise WorkloadError(
             f"{config.where}: models with {unknown} are not known; `tunegemm record` counts the products "
             "of any program"
         )
     return result
-
-
-def _present(config: Config) -> dict[str, Any]:
-    return {name: value for name, value in config.values.items() if value is not None}
 
 
 def is_read(config: Config) -> bool:
