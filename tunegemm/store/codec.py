@@ -10,7 +10,6 @@ module does not load SQLAlchemy, because dispatch reads records.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -26,7 +25,7 @@ from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.describe.stored import FIELDS, document_of, fields_from, problem_of
+from tunegemm.describe.stored import FIELDS, document_of, fields_from
 from tunegemm.errors import BadValueError, DatabaseError, SpaceError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
@@ -182,27 +181,6 @@ def _decode_telemetry(cells: Cells) -> dict[str, Any]:
     if throttle is not None:
         further[THROTTLE] = tuple(map(text, throttle))
     return {**(telemetry or {}), **further}
-
-
-def record_decoder(names: Sequence[str], layer: str) -> Callable[[Sequence[Any]], Record]:
-    """A function that makes a `Record` from a row: the problem's fields, the fingerprint's digest and fields,
-    the candidate's JSON and digest, then the cells with these names.
-    """
-    # 100,000 records share few candidates and fewer fingerprints.
-    fingerprint_of = functools.cache(decode_fingerprint)
-    candidate_of = functools.cache(decode_candidate)
-    first, second = len(FIELDS), len(FIELDS) + 1 + len(FINGERPRINT_FIELDS)
-
-    def decode(row: Sequence[Any]) -> Record:
-        return decode_record(
-            dict(zip(names, row[second + 2 :], strict=True)),
-            problem_of(*row[:first]),
-            candidate_of(*row[second : second + 2]),
-            fingerprint_of(*row[first:second]),
-            layer,
-        )
-
-    return decode
 
 
 def decode_failure(row: Sequence[Any]) -> Failure:

@@ -5,15 +5,17 @@ A damaged row is a miss: only that row fails; it is left out and named in the lo
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 from sqlalchemy import Select, and_, or_, select
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.stored import FIELDS, cells_of
+from tunegemm.describe.stored import FIELDS, cells_of, problem_of
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import codec
@@ -96,7 +98,21 @@ def with_keys(
 
 def record_decoder(layer: str, *, samples: bool = False) -> Callable[[Sequence[Any]], Record]:
     """A function that makes a `Record` of a row of `records_query`. Raises one of `UNREADABLE` if damaged."""
-    return codec.record_decoder(["confirmed", "chosen_at", *_CELLS, *(_SAMPLES if samples else ())], layer)
+    # 100,000 records share few candidates and fewer fingerprints.
+    fingerprint_of = functools.cache(codec.decode_fingerprint)
+    candidate_of = functools.cache(codec.decode_candidate)
+    names = ["confirmed", "chosen_at", *_CELLS, *(_SAMPLES if samples else ())]
+
+    def decode(row: Sequence[Any]) -> Record:
+        cells = iter(row)
+        problem = problem_of(*islice(cells, len(PROBLEM_COLUMNS)))
+        fingerprint = fingerprint_of(*islice(cells, len(FINGERPRINT_COLUMNS)))
+        candidate = candidate_of(*islice(cells, len(CANDIDATE_COLUMNS)))
+        return codec.decode_record(
+            dict(zip(names, cells, strict=True)), problem, candidate, fingerprint, layer
+        )
+
+    return decode
 
 
 def where_problem(query: Select[Any], problem: Problem) -> Select[Any]:
