@@ -296,14 +296,15 @@ class Family:
         self,
         key: Hashable,
         tensors: Sequence[torch.Tensor],
-        allocate: Callable[[], tuple[torch.Tensor, ...]],
+        allocate: Callable[..., tuple[torch.Tensor, ...]],
         choose: Callable[..., tuple[Any, Callable[[Any], Any]] | None],
         *facts: Any,
     ) -> tuple[torch.Tensor, ...] | None:
         """Launch at the addresses of the operands and the results; None if torch must compute them.
 
         The first operand's device is the current one meanwhile.
-        allocate: makes the results. It is not called for calls that torch computes, once that is decided.
+        allocate: makes the results, from the operands and the facts. It is not called for calls that torch
+        computes, once that is decided.
         choose: decides once for operands of a key and a layout, from them, the results and the facts. It
         returns a configuration, and what makes the launch from its kernel; None if torch computes such calls.
         """
@@ -319,7 +320,7 @@ class Family:
                 return None
             launch, waits = None, False
             if not is_off():
-                results = allocate()
+                results = allocate(*tensors, *facts)
                 if (choice := choose(*tensors, *results, *facts)) is not None:
                     kernel, waits = self.kernel(choice[0], device)
                     launch = None if kernel is None else choice[1](kernel)
@@ -327,7 +328,7 @@ class Family:
         if known.launch is None:
             return None
         if results is None:
-            results = allocate()
+            results = allocate(*tensors, *facts)
         try:
             known.launch(*map(data_ptr, (*tensors, *results)))
         except NotTaken:

@@ -103,12 +103,12 @@ def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.T
     """The product in bf16 from a kernel; None if no kernel can run."""
     if not a.shape[0]:
         return None
-
-    def allocate() -> tuple[torch.Tensor]:
-        return (a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16),)
-
-    results = _family.launch((a.numel(), b.numel()), (a, b, scale_a, scale_b, offs), allocate, _choose)
+    results = _family.launch((a.numel(), b.numel()), (a, b, scale_a, scale_b, offs), _allocate, _choose)
     return None if results is None else results[0]
+
+
+def _allocate(a: Any, b: Any, *_: Any) -> tuple[torch.Tensor]:
+    return (a.new_empty((a.shape[0], b.shape[2]), dtype=torch.bfloat16),)
 
 
 def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, out: Any) -> Any:

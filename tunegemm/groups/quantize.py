@@ -90,17 +90,16 @@ def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | 
     """By one launch; None if torch must do it."""
     if not are_plain(x):
         return None
-    rows, k = x.shape[0], x.shape[1] // (1 + gated)
-
-    def allocate() -> Quantized:
-        make = extension.allocation()
-        return make((rows, k), (k, 1), _FP8), make((rows, -(-k // BLOCK)), (1, rows), torch.float32)
-
-    facts = gated, power_of_two
-    return cast(Quantized | None, _family.launch(facts, (x,), allocate, _choose, *facts))
+    results: Any = _family.launch((gated, power_of_two), (x,), _allocate, _choose, gated, power_of_two)
+    return results
 
 
 _family = extension.Family(kernels, Quantizer.load, "quantize", "torch's operations quantise")
+
+
+def _allocate(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
+    allocate, rows, k = extension.allocation(), x.shape[0], x.shape[1] // (1 + gated)
+    return allocate((rows, k), (k, 1), _FP8), allocate((rows, -(-k // BLOCK)), (1, rows), torch.float32)
 
 
 def _choose(x: Any, values: Any, scales: Any, gated: bool, power_of_two: bool) -> Any:

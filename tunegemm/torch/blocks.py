@@ -178,20 +178,24 @@ def product(
     if scale_b.shape[0] != along:
         scale_b = scale_b[:along]
     given = (a, b, scale_a, scale_b, *(() if out is None else (out,)))
-
-    def allocate() -> tuple[torch.Tensor, ...]:
-        shape = a.shape[0], b.shape[1]
-        return () if out is not None else (extension.allocation()(shape, (shape[1], 1), out_dtype),)
-
     key = out_dtype, a.numel(), b.numel(), len(given)
-    results = _family.launch(key, given, allocate, _choose)
+    results = _family.launch(key, given, _allocate if out is None else _nothing, _choose, out_dtype)
     return None if results is None else (*given, *results)[-1]
 
 
 _family = extension.Family(blocks, BlockKernel.load, "block-scaled products", "torch computes them")
 
 
-def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any) -> Any:
+def _allocate(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any) -> tuple[torch.Tensor]:
+    rows, columns = a.shape[0], b.shape[1]
+    return (extension.allocation()((rows, columns), (columns, 1), out_dtype),)
+
+
+def _nothing(*_: Any) -> tuple[()]:
+    return ()
+
+
+def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, _: Any) -> Any:
     """See `Family.launch`."""
     policy, weight, scales = extension.policy(), b.t(), (scale_a, scale_b.t())
     if policy.is_batch_invariant or blocks.refusal(a, weight, *scales, out):
