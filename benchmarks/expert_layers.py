@@ -28,9 +28,6 @@ from benchmarks.graphs import Graph, begin, timed_ms, within
 from benchmarks.harness import error_of
 from benchmarks.results import Results, report
 from tunegemm.engines import transformers as integration
-from tunegemm.generate import routing as kernels
-from tunegemm.groups import routing
-from tunegemm.store.provided import provide_grouped
 
 METHOD = (
     "one layer of experts, random weights and routes; each way in one CUDA graph over draws of routes whose "
@@ -155,15 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_names(parser, "models", MODELS)
     add_names(parser, "tokens", TOKENS)
     parser.add_argument("--vllm", action="store_true", help="time vLLM's Triton method, too")
-    parser.add_argument("--every", action="store_true", help="with kernels that are not served yet, too")
     options = parser.parse_args(arguments)
     if options.vllm and find_spec("vllm") is None:
         parser.error("vllm is not installed: pip install vllm, or leave out --vllm")
     device = begin(options.device)
     integration.register()
-    if options.every:
-        provide_grouped("routing")
-        routing.routing = routing.Routing(served=kernels.ALL)
     results = Results.of(options.out, device, "expert_layers.json", METHOD)
     vllm = importlib.import_module(_VLLM).fused_experts if options.vllm else None
     made: dict[str, torch.nn.Module] = {}

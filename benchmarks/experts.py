@@ -4,8 +4,8 @@
     python -m benchmarks.experts --layers unlisted --rows 16384 --skews hot
     python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
-    python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table, served or not
-    python -m benchmarks.experts --kinds along_k           # weights' gradients, served or not
+    python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table
+    python -m benchmarks.experts --kinds along_k           # weights' gradients
     python -m benchmarks.experts --peers quack,vllm        # their kernels, too, if they are installed
 
 A skew is a router's division of the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
@@ -315,7 +315,7 @@ class Case:
         major = "n" if self.kind == "n_major" else "k"
         dtype = next(name for name, each in _DTYPES.items() if each is self.a.dtype)
         words: dict[str, Any] = {"gpu": gpu, "dtype": dtype, "gate": self.gate, "major": major}
-        result = choose(count, n, k, len(self.a), **words, every=True)
+        result = choose(count, n, k, len(self.a), **words)
         layout, label = "tn" if major == "k" else "nn", result.label if result else "torch"
         return {"dtype": dtype, "epilogue": self.gate, "layout": layout, "kernel": label}
 
@@ -357,7 +357,7 @@ class AlongKCase(Case):
     def kernels(self) -> dict[str, Side]:
         results: dict[str, Side] = {}
         provided = provide_grouped(self.kind)
-        for config in listed_along_k(every=True):
+        for config in listed_along_k():
             if (artifact := provided.of(along_k.kernel_key(config))) is not None:
                 kernel = AlongK.load(config, artifact.path)
                 for launch in ({"swizzle_size": width} for width in (4, 8, 16)):
@@ -379,7 +379,7 @@ class AlongKCase(Case):
 
     def facts(self, gpu: str) -> dict[str, Any]:
         count, n, k = self.weights.shape
-        result = choose_along_k(count, n, k, len(self.a), gpu=gpu, every=True)
+        result = choose_along_k(count, n, k, len(self.a), gpu=gpu)
         label = result.config.label if result else "torch"
         return {"dtype": "bf16", "grouping": "k", "epilogue": "", "layout": "nt", "kernel": label}
 
@@ -532,8 +532,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if find_spec(name) is None:
             parser.error(f"{name} is not installed: pip install {PEERS[name]}, or leave it out of --peers")
     device = begin(options.device)
-    grouped.choose = partial(choose, every=True)  # type: ignore[attr-defined]
-    grouped.choose_along_k = partial(choose_along_k, every=True)  # type: ignore[attr-defined]
     for kind in options.kinds:
         provide_grouped(kind)
     name = "experts_kernels.json" if options.kernels else "experts.json"

@@ -11,7 +11,7 @@ from tunegemm.generate.cute_sm90.config import SMEM_LIMIT, KernelConfig
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.model.grouped import listed_along_k
 
-CONFIGS = listed_along_k(every=True)
+CONFIGS = listed_along_k()
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:

@@ -51,7 +51,7 @@ def launches(launched: list[tuple[int, ...]]) -> dict[str, Callable[..., None]]:
         kind: partial(GroupedKernel(configs(kind)["pp128x128"], function).launch, blocks=132)
         for kind in ("bf16", "gated", "n_major", "fp8")
     }
-    along = AlongK(listed_along_k(every=True)[0], function)
+    along = AlongK(listed_along_k()[0], function)
     return found | {"few": few, "along_k": partial(along.launch, blocks=132)}
 
 

@@ -41,7 +41,7 @@ def loaded() -> dict[str, AlongK]:
     provided = provide_grouped("along_k")
     assert not provided.failures
     found = {}
-    for config in listed_along_k(every=True):
+    for config in listed_along_k():
         artifact = provided.of(along_k.kernel_key(config))
         assert artifact is not None and artifact.resources.spill_bytes == 0, config.label
         assert not artifact.resources.warnings, config.label
@@ -163,7 +163,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(AlongK, "of", counted)
     monkeypatch.setattr(grouped, "groups", grouped.Groups())
-    choice = AlongKChoice(listed_along_k(every=True)[0], 8)
+    choice = AlongKChoice(listed_along_k()[0], 8)
     monkeypatch.setattr(grouped, "choose_along_k", lambda *extents, gpu: choice)
     return found
 

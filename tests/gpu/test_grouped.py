@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import tunegemm
 from tests.support.grouped import DTYPES
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.groups import grouped
-from tunegemm.model.grouped import choose, kinds, listed, maker_of
+from tunegemm.model.grouped import kinds, listed, maker_of
 from tunegemm.store.provided import provide_grouped
 
 pytestmark = pytest.mark.gpu
@@ -231,10 +231,9 @@ def only_ours(loaded: dict[str, GroupedKernel], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def every_kind(only_ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kinds that are not served yet are, too."""
+    """Kernels of all kinds are compiled."""
     for kind in kinds():
         provide_grouped(kind)
-    monkeypatch.setattr(grouped, "choose", partial(choose, every=True))
 
 
 @pytest.mark.usefixtures("only_ours")

@@ -74,7 +74,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(groups, "load", counted)
     monkeypatch.setattr(grouped, "groups", groups)
     monkeypatch.setattr(grouped, "choose", choose)
-    along = AlongKChoice(listed_along_k(every=True)[0], 8)
+    along = AlongKChoice(listed_along_k()[0], 8)
     monkeypatch.setattr(grouped, "choose_along_k", lambda *extents, gpu: along)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

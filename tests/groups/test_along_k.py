@@ -41,7 +41,7 @@ class Along:
 @pytest.fixture
 def along(serve: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = Along()
-    choice = AlongKChoice(listed_along_k(every=True)[0], 8)
+    choice = AlongKChoice(listed_along_k()[0], 8)
     monkeypatch.setattr(grouped, "choose_along_k", lambda *extents, gpu: choice)
     monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
     before = api.serve_by(serve())

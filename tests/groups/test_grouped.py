@@ -475,7 +475,7 @@ def test_what_a_record_is_not_of_the_table_serves(
     b = b if major == "k" else b.contiguous()
     assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
     (choice,) = asked
-    assert choice == choose(GROUPS, N, K, 13, major=major, every=True)
+    assert choice == choose(GROUPS, N, K, 13, major=major)
 
 
 def test_a_record_of_torchs_kernel_is_torchs(recorded: Callable[..., list[GroupedChoice]]) -> None:

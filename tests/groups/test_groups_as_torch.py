@@ -40,9 +40,9 @@ class Both(Loops):
 def kernel(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
     """Serves whatever fits."""
     found = Both()
-    along = AlongKChoice(listed_along_k(every=True)[0], 8)
+    along = AlongKChoice(listed_along_k()[0], 8)
     monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
-    monkeypatch.setattr(grouped, "choose", partial(choose, every=True, ordered=True))
+    monkeypatch.setattr(grouped, "choose", partial(choose, ordered=True))
     monkeypatch.setattr(grouped, "choose_along_k", lambda *extents, gpu: along)
     monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
     with warnings.catch_warnings():

@@ -26,7 +26,7 @@ CONFIG = configs("bf16")["pp128x128"]
         (GroupedChoice(CONFIG, 4, 2), 100, False, {"blocks": 100, "swizzle_size": 4, "l2_hint": 2}),
         (GroupedChoice(CONFIG, 4, 2, is_few=True), 132, True, None),
         (GroupedChoice(CONFIG, 4, 2, is_few=True), 9, False, {"blocks": 9, "swizzle_size": 4, "l2_hint": 2}),
-        (AlongKChoice(listed_along_k(every=True)[0], 8), 132, False, {"blocks": 132, "swizzle_size": 8}),
+        (AlongKChoice(listed_along_k()[0], 8), 132, False, {"blocks": 132, "swizzle_size": 8}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("current", [0, 1])

@@ -6,7 +6,6 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from tests.support.layers import INNER, WIDTH, Own, given, made
 from tunegemm.groups import grouped
 from tunegemm.layers import backend, fusion, patterns, sites
 from tunegemm.layers.graph import linear_of
-from tunegemm.model.grouped import choose
 
 silu = F.silu
 
@@ -368,7 +366,6 @@ def test_products_that_are_no_layers(planner: Any, kernels: Kernels, name: str) 
 
 def test_products_of_rows_in_groups(planner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loops = Loops()
-    monkeypatch.setattr(grouped, "choose", partial(choose, every=True))
     monkeypatch.setattr(grouped, "groups", grouped.Groups(loops.load))
     weights, ends = given(3, WIDTH), torch.tensor([5, 5, 16], dtype=torch.int32)
     model = Own(lambda m, x, w, e: F.grouped_mm(x[0], w, offs=e)).eval()

@@ -34,5 +34,5 @@ SHIPPED = data_path("db", "block_groups.toml").read_text()
 def test_a_damaged_table_says_what_to_do(tmp_path: Path, text: str, reason: str) -> None:
     path = tmp_path / "block_groups.toml"
     path.write_text(text)
-    with pytest.raises(BadValueError, match=f"{reason}install the package anew"):
+    with pytest.raises(BadValueError, match=f"{reason}reinstall the package"):
         listed(path)

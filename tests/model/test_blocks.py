@@ -112,7 +112,7 @@ def test_one_more_row_is_estimated_to_cost_little() -> None:
 def test_a_damaged_table_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "blocks.toml"
     path.write_text("dtypes = 1\n")
-    with pytest.raises(BadValueError, match="install the package anew"):
+    with pytest.raises(BadValueError, match="reinstall the package"):
         listed(path)
 
 

@@ -26,7 +26,7 @@ many = ["cooperative", 128, 256, 64, 4, 32, 64, 2]
 bf16 = {}
 gated = { gate = "swiglu" }
 n_major = { major = "n" }
-fp8 = { dtype = "fp8_e4m3", served = false }
+fp8 = { dtype = "fp8_e4m3" }
 [gated]
 few = { epi_n = 16 }
 [n_major]
@@ -72,8 +72,10 @@ def test_gated_and_n_major_kernels_are_variants(tmp_path: Path) -> None:
     other = choose(8, 4096, 512, 65, path, gate="swiglu")
     assert other is not None and other.config.tile_n == 256
     found = listed(path)
-    assert len(found) == len(set(found)) == 6
-    assert {(config.epilogue, config.a_major) for config in found} == {("", "k"), ("swiglu", "k"), ("", "m")}
+    assert len(found) == len(set(found)) == 8
+    assert {(config.epilogue, config.a_major) for config in found} == {
+        ("", "k"), ("swiglu", "k"), ("", "m"), ("scale_rowwise", "k")
+    }  # fmt: skip
     along_n = choose(8, 1024, 512, 65, path, major="n")
     assert along_n is not None and (along_n.config.a_major, along_n.config.narrow) == ("m", 128)
     assert choose(8, 1024, 512, 65, path, major="n", gate="swiglu") is None
@@ -131,22 +133,19 @@ def test_a_choice_may_be_for_a_gpu(tmp_path: Path) -> None:
     assert any(config.tile_n == 256 for config in listed(path)), "it ships for all"
 
 
-def test_a_kind_that_is_not_served_is_torchs(tmp_path: Path) -> None:
+def test_a_kind_without_a_line_is_torchs(tmp_path: Path) -> None:
     path = tmp_path / "grouped.toml"
     path.write_text(TABLE.replace('n_major = { major = "n" }\n', "").replace("n_major", "fp8"))
     assert kinds(path) == ("bf16", "gated", "fp8")
     assert choose(8, 1024, 512, 65, path, major="n") is None
-    assert choose(8, 1024, 512, 65, path, gate="geglu", every=True) is None  # which is no line
-    assert choose(8, 1024, 512, 65, path, dtype="fp8_e4m3") is None
-    found = choose(8, 1024, 512, 65, path, dtype="fp8_e4m3", every=True)
+    assert choose(8, 1024, 512, 65, path, gate="geglu") is None
+    found = choose(8, 1024, 512, 65, path, dtype="fp8_e4m3")
     assert found is not None and found.config in listed(path, "fp8")
     assert (found.config.tile_k, found.config.out_dtype, found.config.fused.scales) == (128, "bf16", True)
-    assert len(listed(path, "fp8")) == 2 and len(listed(path)) == 4
+    assert len(listed(path, "fp8")) == 2 and len(listed(path)) == 6
 
 
 ALONG_K = """
-[along_k]
-served = true
 [along_k.kernels]
 parameters = ["tile_m", "tile_n", "stages", "cluster_m", "cluster_n", "epi_n"]
 small = [128, 128, 5, 2, 1, 64]
@@ -166,7 +165,7 @@ kernel = "large"
 def test_groups_along_k_have_choices_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "grouped.toml"
     path.write_text(TABLE)
-    assert choose_along_k(8, 8192, 512, 65, path, every=True) is None and listed_along_k(path) == ()
+    assert choose_along_k(8, 8192, 512, 65, path) is None and listed_along_k(path) == ()
     path = tmp_path / "with.toml"
     path.write_text(TABLE + ALONG_K)
     small, torchs, large = (
@@ -176,11 +175,6 @@ def test_groups_along_k_have_choices_of_their_own(tmp_path: Path) -> None:
     assert (small.config.tile_n, small.swizzle_size) == (128, 4)
     assert (large.config.a_major, large.config.b_major, large.swizzle_size) == ("m", "n", 8)
     assert listed_along_k(path) == (small.config, large.config)
-    path = tmp_path / "not served.toml"
-    path.write_text(TABLE + ALONG_K.replace("served = true", "served = false"))
-    assert choose_along_k(8, 512, 512, 64, path) is None and listed_along_k(path) == ()
-    assert choose_along_k(8, 512, 512, 64, path, every=True) == small
-    assert listed_along_k(path, every=True) == (small.config, large.config)
     path = tmp_path / "of one GPU.toml"
     path.write_text(TABLE + ALONG_K.replace("rows_per_group = [0, 256]\n", 'gpu = "H200"\n'))
     assert choose_along_k(8, 512, 512, 64, path, gpu="NVIDIA H200") == small

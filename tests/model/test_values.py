@@ -100,7 +100,7 @@ def listed(*devices: str) -> dict[str, Any]:
             for groups, n, k in ((8, 14336, 4096), (16, 16384, 5120), (32, 4096, 7168), (128, 1536, 2048)):
                 key = f"{name} {groups}x{n}x{k} {rows} groups"
                 chosen = [
-                    grouped.choose(groups, n, k, rows, path=of_groups, gpu=gpu, **words, every=True)  # type: ignore[arg-type]
+                    grouped.choose(groups, n, k, rows, path=of_groups, gpu=gpu, **words)  # type: ignore[arg-type]
                     for words in (
                         {},
                         {"dtype": "fp8_e4m3"},
@@ -110,7 +110,7 @@ def listed(*devices: str) -> dict[str, Any]:
                     )
                 ]
                 found[key] = [one and [one.label, *astuple(one)[1:]] for one in chosen]
-                along = grouped.choose_along_k(groups, n, k, rows, of_groups, gpu=gpu, every=True)
+                along = grouped.choose_along_k(groups, n, k, rows, of_groups, gpu=gpu)
                 found[f"{key} along k"] = along and [str(along.config), along.swizzle_size]
         for rows in (1, 16, 33, 63, 64, 65, 129, 1000, 4096):
             for ns, gate in (((4096, 1024, 1024), ""), ((512, 512), ""), ((14336, 14336), "swiglu")):

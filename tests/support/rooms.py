@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.planning import Planner
 from tunegemm.groups import grouped
-from tunegemm.model.grouped import choose
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,6 @@ def by_address(serve):
 @pytest.fixture
 def loops(serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
     found = Loops()
-    monkeypatch.setattr(grouped, "choose", partial(choose, every=True))  # kinds that are not served yet, too
     monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
     before = api.serve_by(serve())
     yield found

@@ -137,7 +137,7 @@ def launch_grouped() -> None:
 def launch_along_k() -> None:
     """Kernels of groups along k over the same groups, of operands that end where their memory does."""
     a, b = (torch.ones(150, width, device="cuda", dtype=torch.bfloat16) for width in (208, 264))
-    for config in listed_along_k(every=True):
+    for config in listed_along_k():
         artifact = provide_grouped("along_k").of(along_k.kernel_key(config))
         assert artifact is not None, config.label
         kernel, out = AlongK.load(config, artifact.path), a.new_zeros(5, 208, 264)

@@ -1,7 +1,7 @@
 """Kernels around the products of a layer of experts: tokens to rows in groups, a gate, and rows to tokens.
 
 Each step returns None if torch should do it: on other devices and dtypes, for more choices than `route`
-compares, until its kernel is compiled, and if `SERVED` does not name it.
+compares, and until its kernel is compiled.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Routing:
     def __init__(
         self,
         load: Callable[[str, int], Bind | None] | None = None,
-        served: Collection[str] = kernels.SERVED,
+        served: Collection[str] = kernels.ALL,
     ) -> None:
         """load: returns the kernel with a name on the device with an index; None until it is compiled."""
         self._load = load or load_compiled

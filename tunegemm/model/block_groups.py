@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tunegemm.errors import BadValueError
 from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups.config import BlockGroupConfig
-from tunegemm.resources import data_path
+from tunegemm.model.tables import reader_of
 
 
 def choose(rows: int, groups: int, path: Path | None = None) -> BlockGroupConfig:
@@ -21,22 +20,15 @@ def listed(path: Path | None = None) -> tuple[BlockGroupConfig, ...]:
     return tuple(config for _, config in _table(path))
 
 
-@cache
-def _table(path: Path | None) -> tuple[tuple[int, BlockGroupConfig], ...]:
-    import tomllib  # here, so that only programs with such products pay for the import
-
-    path = path or data_path("db", "block_groups.toml")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        lines = tuple(
-            (
-                int(line["rows_per_group"]),
-                block_groups.config_of(dict(zip(table["parameters"], line["values"], strict=True))),
-            )
-            for line in table["kernels"].values()
+@reader_of("block_groups.toml")
+def _table(table: dict[str, Any]) -> tuple[tuple[int, BlockGroupConfig], ...]:
+    lines = tuple(
+        (
+            int(line["rows_per_group"]),
+            block_groups.config_of(dict(zip(table["parameters"], line["values"], strict=True))),
         )
-        if lines[-1][0] < 2**31 - 1:
-            raise ValueError("the last kernel must serve any number of rows")
-        return lines
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
+        for line in table["kernels"].values()
+    )
+    if lines[-1][0] < 2**31 - 1:
+        raise ValueError("the last kernel must serve any number of rows")
+    return lines

@@ -2,21 +2,20 @@
 
 A tile computes its blocks of k one after the other. Each block takes as long as the slower of two: its
 multiplications and promotions, or the transfer of its bytes. All tiles of a wave run at the same time.
+Functions here raise BadValueError if the table is damaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tunegemm.errors import BadValueError
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.blocks.config import BlockConfig
-from tunegemm.resources import data_path
+from tunegemm.model.tables import reader_of
 
 _SMS = 132
 """Multiprocessors of an H100 and of an H200."""
@@ -98,8 +97,6 @@ def choose(
 
     gpu: its name, such as NVIDIA H200. may_split: whether k may be split, which takes memory. or_torch:
     return None also where torch's own kernel is estimated to be faster.
-
-    Raises BadValueError if the table is damaged.
     """
     results = [
         (each.estimate(rows, n, k, split, gpu), each.name, split, each)
@@ -126,33 +123,26 @@ def splits_of(config: BlockConfig, rows: int, n: int, k: int) -> list[int]:
 
 
 def listed(path: Path | None = None) -> tuple[BlockConfig, ...]:
-    """All kernels of the table, which ship compiled. Raises BadValueError if the table is damaged."""
+    """All kernels of the table, which ship compiled."""
     return tuple(dict.fromkeys(each.config for each in _table(path)[0]))
 
 
 def candidates(out_dtype: str = "bf16", path: Path | None = None) -> tuple[Listed, ...]:
-    """The kernels with this output dtype. Raises BadValueError if the table is damaged."""
+    """The kernels with this output dtype."""
     return tuple(each for each in _table(path)[0] if each.config.out_dtype == out_dtype)
 
 
-@cache
-def _table(path: Path | None) -> tuple[tuple[Listed, ...], Listed]:
+@reader_of("blocks.toml")
+def _table(table: dict[str, Any]) -> tuple[tuple[Listed, ...], Listed]:
     """The kernels, and torch's as one of them."""
-    import tomllib  # here, so that only programs with such products pay for the import
-
-    path = path or data_path("db", "blocks.toml")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        names = table["parameters"]
-        kernels = tuple(
-            _listed(name, dict(zip(names, line["values"], strict=True)), dtype, line)
-            for name, line in table["kernels"].items()
-            for dtype in line.get("dtypes", table["dtypes"])
-        )
-        torchs = table["torch"]
-        return kernels, _listed("torch", dict(zip(names, torchs["values"], strict=True)), "bf16", torchs)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadValueError(f"{path}: {type(error).__name__}: {error}; install the package anew") from None
+    names = table["parameters"]
+    kernels = tuple(
+        _listed(name, dict(zip(names, line["values"], strict=True)), dtype, line)
+        for name, line in table["kernels"].items()
+        for dtype in line.get("dtypes", table["dtypes"])
+    )
+    torchs = table["torch"]
+    return kernels, _listed("torch", dict(zip(names, torchs["values"], strict=True)), "bf16", torchs)
 
 
 def _listed(name: str, parameters: dict[str, Any], dtype: str, line: dict[str, Any]) -> Listed:

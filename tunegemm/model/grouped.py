@@ -1,28 +1,26 @@
 """Chooses the kernel of a grouped product from the table db/grouped.toml, which was measured against torch.
 
 The choice depends only on facts that the host knows: the GPU, the numbers of groups and rows, N and K. It
-never depends on the division of the rows.
+never depends on the division of the rows. All functions here raise BadValueError if the table is damaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.errors import BadValueError
 from tunegemm.generate import along_k, drawn, grouped, parted
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.generate.parted.config import PartedConfig
-from tunegemm.resources import data_path
+from tunegemm.model.tables import reader_of
 
 _FACTS = ("groups", "n", "k", "rows", "rows_per_group")
 _LAUNCH = {"swizzle_size": 8, "l2_hint": 0}
@@ -63,43 +61,28 @@ class AlongKChoice:
 
 
 def choose_along_k(
-    groups: int,
-    n: int,
-    k: int,
-    rows: int,
-    path: Path | None = None,
-    *,
-    gpu: str = "",
-    every: bool = False,
+    groups: int, n: int, k: int, rows: int, path: Path | None = None, *, gpu: str = ""
 ) -> AlongKChoice | None:
     """The kernel for groups x N x K from rows x N and rows x K; None unless torch is known to be slower.
 
-    gpu: as in `choose`. every: also answer if such products are not served.
-
-    Raises BadValueError if the table is damaged.
+    gpu: as in `choose`.
     """
     table = _table(path).along_k
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
     rule = next((rule for rule in table.rules if rule.gpu in gpu and rule.holds(facts)), None)
-    if rule is None or not rule.kernel or not (table.served or every):
+    if rule is None or not rule.kernel:
         return None
     return AlongKChoice(table.configs[rule.kernel], rule.launch["swizzle_size"])
 
 
-def listed_along_k(path: Path | None = None, *, every: bool = False) -> tuple[KernelConfig, ...]:
-    """The kernels for groups along k that ship, or `every` such kernel of the table.
-
-    Raises BadValueError if the table is damaged.
-    """
-    table = _table(path).along_k
-    named = dict.fromkeys(rule.kernel for rule in table.rules if rule.kernel and table.served)
-    return tuple(table.configs[name] for name in (table.configs if every else named))
+def listed_along_k(path: Path | None = None) -> tuple[KernelConfig, ...]:
+    """The kernels for groups along k, which ship compiled."""
+    return tuple(_table(path).along_k.configs.values())
 
 
 def choose(
     groups: int, n: int, k: int, rows: int, path: Path | None = None, *,
-    gpu: str = "", dtype: str = "bf16", gate: str = "", major: str = "k", every: bool = False,
-    ordered: bool = False,
+    gpu: str = "", dtype: str = "bf16", gate: str = "", major: str = "k", ordered: bool = False,
 ) -> GroupedChoice | None:  # fmt: skip
     """The kernel for A (rows x K) and B (groups x N x K); None unless torch's own is known to be slower.
 
@@ -108,16 +91,12 @@ def choose(
     gated kernel saves torch a second kernel, which would read and write the product; so it is chosen even
     where torch computes the plain product faster.
     major: k or n, the contiguous mode of B.
-    every: also answer for kinds that are not served.
     ordered: choose a kernel that adds up k in the order that all kernels but `few` share, for any number of
     rows; never torch's.
-
-    Raises BadValueError if the table is damaged.
     """
     table = _table(path)
-    asked = dtype, gate, major
-    kinds = (name for name, kind in table.kinds.items() if kind[:3] == asked and (kind.served or every))
-    if (kind := next(kinds, None)) is None:
+    asked = _Kind(dtype, gate, major)
+    if (kind := next((name for name, each in table.kinds.items() if each == asked), None)) is None:
         return None
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
     possible = [
@@ -167,15 +146,12 @@ def candidate_of(choice: GroupedChoice) -> Candidate:
 
 
 def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...]:
-    """All kernels of the kinds that are served, which ship compiled; with `kind`, that kind's, served or not.
-
-    Raises BadValueError if the table is damaged.
-    """
+    """The kernels that choices name, which ship compiled; with `kind`, of that kind alone."""
     table = _table(path)
-    asked = [name for name, each in table.kinds.items() if name == kind or (not kind and each.served)]
     results = [
         (name, rule.kernel)
-        for name in asked
+        for name in table.kinds
+        if kind in ("", name)
         for rule in table.rules
         if rule.kernel and rule.is_for(name, rule.gpu)
     ]
@@ -183,12 +159,12 @@ def listed(path: Path | None = None, kind: str = "") -> tuple[GroupedConfig, ...
 
 
 def configs(kind: str, path: Path | None = None) -> dict[str, GroupedConfig]:
-    """The kernels of a kind by their names in the table. Raises BadValueError if the table is damaged."""
+    """The kernels of a kind by their names in the table."""
     return {name: config for (of, name), config in _table(path).configs.items() if of == kind}
 
 
 def kinds(path: Path | None = None) -> tuple[str, ...]:
-    """The names of all kinds of product, served or not. Raises BadValueError if the table is damaged."""
+    """The names of all kinds of product."""
     return tuple(_table(path).kinds)
 
 
@@ -196,7 +172,6 @@ class _Kind(NamedTuple):
     dtype: str = "bf16"
     gate: str = ""
     major: str = "k"
-    served: bool = True
 
     def config_of(self, parameters: Mapping[str, Any]) -> GroupedConfig:
         """The config of a kernel of this kind; `parts` splits k, `drawn` draws tiles dynamically."""
@@ -234,7 +209,6 @@ class _Rule:
 
 
 class _AlongK(NamedTuple):
-    served: bool
     configs: Mapping[str, KernelConfig]
     rules: tuple[_Rule, ...]
 
@@ -247,30 +221,23 @@ class _Table(NamedTuple):
     along_k: _AlongK
 
 
-@cache
-def _table(path: Path | None) -> _Table:
-    import tomllib  # here, so that only programs with such products pay for the import
-
-    path = path or data_path("db", "grouped.toml")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        kernels = _kernels(table["kernels"])
-        for name, parts in table.get("parts", {}).items():
-            kernels[name]["parts"] = parts
-        kinds = {name: _Kind(**words) for name, words in table["kinds"].items()}
-        arguments = {
-            (kind, name): parameters | table.get(kind, {}).get(name, {})
-            for kind in kinds
-            for name, parameters in kernels.items()
-        }
-        for name in table.get("drawn", {}).get("kernels", ()):
-            kernels[f"drawn-{name}"] = kernels[name]
-            arguments |= {(kind, f"drawn-{name}"): arguments[kind, name] | {"drawn": True} for kind in kinds}
-        configs = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in arguments.items()}
-        rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
-        return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadValueError(f"{path}: {type(error).__name__}: {error}; reinstall the package") from None
+@reader_of("grouped.toml")
+def _table(table: dict[str, Any]) -> _Table:
+    kernels = _kernels(table["kernels"])
+    for name, parts in table.get("parts", {}).items():
+        kernels[name]["parts"] = parts
+    kinds = {name: _Kind(**words) for name, words in table["kinds"].items()}
+    arguments = {
+        (kind, name): parameters | table.get(kind, {}).get(name, {})
+        for kind in kinds
+        for name, parameters in kernels.items()
+    }
+    for name in table.get("drawn", {}).get("kernels", ()):
+        kernels[f"drawn-{name}"] = kernels[name]
+        arguments |= {(kind, f"drawn-{name}"): arguments[kind, name] | {"drawn": True} for kind in kinds}
+    configs = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in arguments.items()}
+    rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
+    return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
 
 
 def _kernels(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -283,7 +250,7 @@ def _along_k(table: Mapping[str, Any]) -> _AlongK:
     kernels = _kernels(table.get("kernels", {}))
     configs = {name: along_k.config_from(parameters) for name, parameters in kernels.items()}
     rules = tuple(_rule(words, kernels, ()) for words in table.get("choices", ()))
-    return _AlongK(table.get("served", False), configs, rules)
+    return _AlongK(configs, rules)
 
 
 def _rule(words: Mapping[str, Any], kernels: Collection[str], kinds: Collection[str]) -> _Rule:

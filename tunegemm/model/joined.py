@@ -1,22 +1,21 @@
 """Chooses the kernel of db/joined.toml that multiplies one A by several separate weights, by an estimate.
 
 With few rows, the estimate is the time to read the weights from memory; with many rows, it counts the waves
-of tiles.
+of tiles. Functions here raise BadValueError if the table is damaged.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tunegemm.errors import BadValueError
 from tunegemm.generate import joined
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.grouped.config import GroupedConfig
-from tunegemm.resources import data_path
+from tunegemm.model.tables import reader_of
 
 #: Memory bandwidth in GB/s by a word in the GPU's name: the one that recorded kernels reach, and the one of a
 #: single multiprocessor if few of them read (one row, 40 to 64 tiles; db/records, 2026-11-24).
@@ -38,13 +37,11 @@ class JoinedChoice:
     name: str
     """Its name in the table."""
     config: KernelConfig
-    swizzle_size: int = 8
-    along_m: bool = True
     l2_hint: int = 0
 
     @property
     def words(self) -> Mapping[str, Any]:
-        return {"swizzle_size": self.swizzle_size, "along_m": self.along_m, "l2_hint": self.l2_hint}
+        return {"l2_hint": self.l2_hint}
 
 
 def choose(
@@ -55,8 +52,6 @@ def choose(
 
     ns: N of each weight; two equal values with a gate. gate: a gated step of `tunegemm.describe.epilogue`,
     such as swiglu. bias: whether any weight has a bias. gpu: its name, such as NVIDIA H200.
-
-    Raises BadValueError if the table is damaged.
     """
     parts = list(ns[:1] if gate else ns)
     results = [
@@ -71,14 +66,14 @@ def choose(
 
 
 def listed(path: Path | None = None) -> tuple[KernelConfig, ...]:
-    """All kernels of the table, which ship compiled. Raises BadValueError if the table is damaged."""
+    """All kernels of the table, which ship compiled."""
     return tuple(dict.fromkeys(each.choice.config for each in _table(path)))
 
 
 def candidates(
     *, gate: str = "", dtype: str = "bf16", bias: bool = False, path: Path | None = None
 ) -> tuple[Listed, ...]:
-    """The kernels for a kind of product. Raises BadValueError if the table is damaged."""
+    """The kernels for a kind of product."""
     asked = dtype, gate, bias
     return tuple(each for each in _table(path) if (each.dtype, each.gate, bias) == asked and each.takes(bias))
 
@@ -127,23 +122,16 @@ class Listed:
         return (waves_ns + last_ns + (_WAVE_NS if rest else 0.0)) / self.relative
 
 
-@cache
-def _table(path: Path | None) -> tuple[Listed, ...]:
-    import tomllib  # here, so that only programs with such products pay for the import
-
-    path = path or data_path("db", "joined.toml")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        return tuple(
-            each
-            for dtype in table["dtypes"]
-            for form in ("few", "many")
-            for name, words in table[form].items()
-            if name != "parameters"
-            for each in _listed(name, form, dtype, table[form]["parameters"], **words)
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadValueError(f"{path}: {type(error).__name__}: {error}; reinstall the package") from None
+@reader_of("joined.toml")
+def _table(table: dict[str, Any]) -> tuple[Listed, ...]:
+    return tuple(
+        each
+        for dtype in table["dtypes"]
+        for form in ("few", "many")
+        for name, words in table[form].items()
+        if name != "parameters"
+        for each in _listed(name, form, dtype, table[form]["parameters"], **words)
+    )
 
 
 def _listed(
@@ -155,14 +143,12 @@ def _listed(
     tile: dict[str, Any] = dict(zip(parameters, values, strict=True))
     first, last = rows
     results = []
-    for gate in gates:
+    for gate, bias in itertools.product(gates, (False, True)[: 1 + biased]):
+        config: KernelConfig
         if form == "few":
-            config: KernelConfig = joined.few({"schedule": "cooperative"} | tile, dtype=dtype, gate=gate)
-            choice = JoinedChoice(name, config, l2_hint=l2_hint)
-            results.append(Listed(choice, dtype, gate, False, first, last, relative, wider))
-            continue
-        for bias in (False, True)[: 1 + biased]:
+            config = joined.few({"schedule": "cooperative"} | tile, dtype=dtype, gate=gate)
+        else:
             config = joined.many(tile, dtype=dtype, gate=gate, bias=bias)
-            choice = JoinedChoice(name, config, l2_hint=l2_hint)
-            results.append(Listed(choice, dtype, gate, bias, first, last, relative, wider))
+        choice = JoinedChoice(name, config, l2_hint)
+        results.append(Listed(choice, dtype, gate, bias, first, last, relative, wider))
     return results

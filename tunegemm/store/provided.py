@@ -72,11 +72,10 @@ def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
         for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
     }
     if kind in ("", "along_k"):
-        for config in listed_along_k(every=bool(kind)):
+        for config in listed_along_k():
             result[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
-    for name, key in routing.kernels().items():
-        if kind == "routing" or (not kind and name.split()[0] in routing.SERVED):
-            result[name] = "routing", key
+    if kind in ("", "routing"):
+        result |= {name: ("routing", key) for name, key in routing.kernels().items()}
     return provide_keys(result)
 
 

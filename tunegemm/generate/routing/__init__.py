@@ -13,9 +13,8 @@ from tunegemm.compile.triton_object import build, toolchain
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Kernels, Key
 from tunegemm.generate.takes import MOST, UNIT_BYTES, NotTaken, not_aligned
 
-#: The names of the kernels, and of those that serve and ship because a GPU has shown that they are right.
+#: The names of the kernels.
 ALL = ("route", "tally", "spread", "combine", "gate", "few")
-SERVED: tuple[str, ...] = ALL
 #: The choices that a block of `route` handles, by the most choices in all: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
 MOST_CHOICES = max(ROUTE_ROWS)
@@ -51,7 +50,7 @@ _ALIGNED = {
 
 
 def kernels() -> dict[str, Key]:
-    """The keys of all kernels, served or not, by name, whose first word is in `ALL`."""
+    """The keys of all kernels by name, whose first word is in `ALL`."""
     keys = [kernel_key("route", own_rows=rows) for rows in ROUTE_ROWS.values()]
     keys += [kernel_key("tally"), kernel_key("spread")]
     for dtype in ("bf16", "fp16"):
