@@ -35,8 +35,8 @@ from fit.trees import (
     validated,
     write,
     write_validation,
+    written,
 )
-from tunegemm.choose.forest import written
 from tunegemm.choose.invariance import ranked
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families

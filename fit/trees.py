@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.command import parser_of
 from benchmarks.results import RESULTS
-from tunegemm.choose.forest import MAX_LEAVES, put
+from tunegemm.choose.forest import CHECKSUM, FORMAT, MAX_LEAVES, digest, is_named
 from tunegemm.choose.predictions import FEATURES, file_of
 from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, find_device
@@ -161,9 +161,20 @@ def write(path: Path, text: str) -> None:
     print(f"written: {path}, {path.stat().st_size} B")
 
 
+def written(data: Mapping[str, Any], features: Sequence[str], name: str = "") -> str:
+    """A line of trees: its name, data for `Forest.of`, other data for readers, and a checksum of all."""
+    named = {"model": name} if name else {}
+    whole = {**named, "format": FORMAT, "features": list(features), **data}
+    text = json.dumps(whole, separators=(",", ":")).removesuffix("}")
+    return f'{text}{CHECKSUM}{digest(text)}"}}\n'
+
+
 def put_model(folder: Path | None, gpu: str, name: str, data: Mapping[str, Any]) -> None:
-    """Writes a fitted model into its GPU's file. folder: by default db."""
-    put(path := file_of(gpu, folder), data, FEATURES[name], name)
+    """Writes a fitted model into its GPU's file, in place of the one of that name. folder: by default db."""
+    path = file_of(gpu, folder)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    others = [line for line in lines if not is_named(line, name)]
+    path.write_text("".join(sorted([*others, written(data, FEATURES[name], name)])), encoding="utf-8")
     print(f"written: {path}, {path.stat().st_size} B")
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from benchmarks.first_use import DIMENSIONS
-from tunegemm.choose import forest, predictions
+from fit.trees import put_model
+from tunegemm.choose import predictions
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.predictions import FEATURES, Fitted, case_of, load, outlook
 from tunegemm.choose.selection import select
@@ -243,10 +244,10 @@ def written(folder: Path, **changes: object) -> Path:
     path = folder / "predictions-h200.jsonl"
     for line in data_path("db", path.name).read_text(encoding="utf-8").splitlines():
         data = json.loads(line)
-        features, name = data.pop("features"), data.pop("model")
-        for known in ("checksum", "format"):
+        name = data.pop("model")
+        for known in ("checksum", "format", "features"):
             del data[known]
-        forest.put(path, data | (changes if name == "plain" else {}), features, name)
+        put_model(folder, H200, name, data | (changes if name == "plain" else {}))
     return path
 
 

@@ -23,7 +23,7 @@ from tunegemm.files import cause
 #: The version of the files that hold trees.
 FORMAT = 2
 #: Starts the checksum, which ends a line of such a file and covers everything before it.
-_CHECKSUM = ',"checksum":"'
+CHECKSUM = ',"checksum":"'
 MAX_LEAVES = 16
 _ALL = (1 << MAX_LEAVES) - 1
 #: The position of the lowest bit set in each mask.
@@ -82,17 +82,17 @@ class Forest:
 
 
 def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, dict[str, Any]]:
-    """Read the trees from a file of `written` lines, with all other data of their line.
+    """Read the trees from a file of lines that `fit.trees` writes, with all other data of their line.
 
     name: the line's name; by default the file has a single line without a name. Raises TunegemmError if the
     line is missing, damaged, or of another version or other features, and FileError if the file cannot be
     read.
     """
     try:
-        line = next(line for line in path.read_text(encoding="utf-8").splitlines() if _is_named(line, name))
-        text, _, end = line.rpartition(_CHECKSUM)
+        line = next(line for line in path.read_text(encoding="utf-8").splitlines() if is_named(line, name))
+        text, _, end = line.rpartition(CHECKSUM)
         data: dict[str, Any] = json.loads(f"{text}}}")
-        intact = end == f'{_digest(text)}"}}' and data["format"] == FORMAT
+        intact = end == f'{digest(text)}"}}' and data["format"] == FORMAT
     except OSError as error:
         raise FileError(f"{path}: {cause(error, 'install tunegemm again')}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration) as error:
@@ -102,24 +102,11 @@ def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, d
     return Forest.of(data, len(features)), data
 
 
-def _is_named(line: str, name: str) -> bool:
+def is_named(line: str, name: str) -> bool:
+    """Whether a line has this name; any line has no name."""
     return not name or line.startswith(f'{{"model":"{name}",')
 
 
-def written(data: Mapping[str, Any], features: Sequence[str], name: str = "") -> str:
-    """Format a line: its name, data for `Forest.of`, other data for readers, and a checksum of everything."""
-    named = {"model": name} if name else {}
-    whole = {**named, "format": FORMAT, "features": list(features), **data}
-    text = json.dumps(whole, separators=(",", ":")).removesuffix("}")
-    return f'{text}{_CHECKSUM}{_digest(text)}"}}\n'
-
-
-def put(path: Path, data: Mapping[str, Any], features: Sequence[str], name: str) -> None:
-    """Write a named line into a file, in place of the line with that name."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    others = [line for line in lines if not _is_named(line, name)]
-    path.write_text("".join(sorted([*others, written(data, features, name)])), encoding="utf-8")
-
-
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """The checksum of a line's text."""
     return hashlib.sha256(text.encode()).hexdigest()
