@@ -34,7 +34,7 @@ from benchmarks.graphs import within
 from benchmarks.harness import Step
 from benchmarks.results import report
 from tunegemm.dispatch import api
-from tunegemm.errors import TunegemmError, TunegemmWarning
+from tunegemm.errors import BadValueError, TunegemmWarning
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -50,10 +50,6 @@ METHOD = (
 )
 MODES = ("eager", "graph", "compile")
 CONTEXT = 512
-
-
-class ClientError(TunegemmError):
-    """A model or mode that cannot be run here."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
-        raise ClientError(f"{error}; pip install 'tunegemm[bench]'") from None
+        raise BadValueError(f"{error}; pip install 'tunegemm[bench]'") from None
     config = LlamaConfig(
         vocab_size=size.vocabulary, hidden_size=size.hidden, intermediate_size=size.intermediate,
         num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
@@ -313,7 +309,7 @@ def prepare(
 ) -> Step:
     """The step of a workload in a mode, warm."""
     if mode == "graph" and place.type != "cuda":
-        raise ClientError(f"--modes graph needs a GPU; use eager,compile with --device {place}")
+        raise BadValueError(f"--modes graph needs a GPU; use eager,compile with --device {place}")
     if mode == "compile":
         model = harness.Compiled(model, torch.compile(model, dynamic=False))
     step = make(model, size, place)

@@ -77,15 +77,6 @@ def timed(run: Callable[[], Any], times: int) -> float:
     return timed_ms(lambda: [run() for _ in range(times)]) * 1e3 / times
 
 
-def sampled(replay: Callable[[], Any], turn_ms: float) -> float:
-    """Microseconds of a replay: of three, or of as many as fill a turn, after as many untimed ones."""
-    if not turn_ms:
-        return timed(replay, 3)
-    calls = max(1, round(turn_ms / (timed(replay, 1) / 1e3)))
-    timed(replay, calls)
-    return timed(replay, calls)
-
-
 def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: Any = None) -> dict[str, Any]:
     """A row. vllm: its function of a layer, where it is timed, too."""
     config: Any = layer.config
@@ -117,7 +108,7 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     turn_ms = _TURN_MS if tokens >= _STEADY_TOKENS else 0.0
     for _ in range(rounds):
         for way in random.sample(ways, len(ways)):
-            samples[way].append(sampled(graphs[way].replay, turn_ms / 2) / _DRAWS)
+            samples[way].append(graphs[way].us(turn_ms))
             # The first calls after other work are slower: a program sees the speed of the others.
             timed(partial(run, way, 0), 2)
             eager[way].append(timed(partial(run, way, 0), 10 if tokens < 256 else 3))

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import shapes
 from benchmarks.command import command, parser_of
-from benchmarks.results import Results, own_environment, problem_fields
+from benchmarks.results import Results, own_environment, problem_fields, report
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -95,10 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]
     device = find_device(options.device)
     results = Results.of(options.out, device, "tuning_time.json", METHOD)
-    for problem in problems:
-        row = timed(problem, device)
-        results.put(row)
-        print(json.dumps(row), flush=True)
+    report(results, (timed(problem, device) for problem in problems), json.dumps)
 
 
 def timed(problem: Problem, device: Device) -> dict[str, Any]:
