@@ -11,34 +11,15 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.errors import is_transient
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 15
-
-
-class Compiler(Protocol):
-    """The part of a kernel family that a worker needs."""
-
-    def compile(self, key: Mapping[str, str | int | bool], out: Path) -> Resources:
-        """Compile the kernel of a key into the object file `out`."""
-
-
-class Families(Protocol):
-    """What a worker needs of the module where it finds families."""
-
-    def compiler(self, name: str) -> Compiler:
-        """The compile function of the family with that name."""
-
-    def import_compiler(self) -> None:
-        """Import the compilers, while the first jobs are chosen."""
 
 
 class Failure(NamedTuple):
@@ -52,7 +33,7 @@ class Failure(NamedTuple):
 
 def serve(connection: Connection, families_module: str) -> None:
     """The worker's loop, until the pool closes the connection."""
-    families: Families = importlib.import_module(families_module)
+    families: Any = importlib.import_module(families_module)  # tunegemm.generate.families, or a test's
     families.import_compiler()
     with suppress(EOFError):
         while True:
