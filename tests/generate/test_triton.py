@@ -94,13 +94,6 @@ def candidate(**changes: int | str) -> Candidate:
     return Candidate.make("triton", GOOD | changes)
 
 
-@pytest.mark.parametrize(("warps", "ring"), [(4, 9216), (8, 8704)])
-def test_a_tile_with_too_little_for_each_thread_is_not_copied_ahead(warps: int, ring: int) -> None:
-    """As compiled for sm_80, 86 and 89: A has 512 bytes, 4 for each of 128 threads, or 2 for each of 256."""
-    small = candidate(tile_m=16, tile_n=128, tile_k=32, stages=2, warps=warps)
-    assert config_of(PROBLEMS[4], small).smem_bytes == ring
-
-
 def test_fp8_needs_ada(h200: Device) -> None:
     verdicts = {
         one.number: FAMILY.check(PROBLEMS[5], candidate(), replace(h200, architecture=one)).rule

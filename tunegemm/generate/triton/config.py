@@ -81,11 +81,8 @@ class KernelConfig(Mapped):
 
     @property
     def ring_bytes(self) -> int:
-        """All stages of both operands; one of an operand that is not copied ahead, as where a tile has less
-        for each thread than cp.async copies."""
-        tiles = [rows * self.tile_k * DTYPE_BYTES[self.in_dtype] for rows in (self.tile_m, self.tile_n)]
-        least = LEAST_COPY_BYTES * self.threads
-        return sum(tile * (self.stages if self.copies and tile >= least else 1) for tile in tiles)
+        """All stages; one where nothing is copied ahead."""
+        return self.stage_bytes * (self.stages if self.copies else 1)
 
     @property
     def subtile_bytes(self) -> int:
