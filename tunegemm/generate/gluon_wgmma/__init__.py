@@ -33,11 +33,7 @@ def launcher(
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
-    """Compile the kernel of a key for sm_90a, in a worker that sees no GPU, and write the object `out`.
-
-    Extents, strides and launch parameters are run-time integers: one object serves every problem of its
-    dtypes and majors. Raises whatever the compiler raises.
-    """
+    """As `Generator.compile`, for sm_90a."""
     from tunegemm.generate.gluon_wgmma.kernel import gemm
 
     config = KernelConfig.from_mapping(key)

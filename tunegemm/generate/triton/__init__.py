@@ -56,11 +56,7 @@ def operands(seen: Problem, a: int, b: int, d: int, *strides: int) -> dict[str, 
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
-    """Compile the kernel of a key for its target, in a worker that sees no GPU, and write the object `out`.
-
-    Extents, strides and launch parameters are run-time integers: one object serves every problem of its
-    dtypes and majors. Raises whatever the compiler raises.
-    """
+    """As `Generator.compile`, for its target."""
     import triton.language as tl
 
     from tunegemm.generate.triton.kernel import gemm
