@@ -11,9 +11,10 @@ sequences that attend to 512 tokens. Modes: *backend* times eager calls of the m
 ``torch.compile(model, backend="tunegemm")`` by the wall clock; *graph* the same in a CUDA graph each;
 *inductor* the model compiled by Inductor without and with the pass of `tunegemm.enable`, in a CUDA graph
 each. *Merged* is torch alone with q, k and v, and gate and up, as one product each and a compiled gate, as
-serving engines have it; `--with-inductor N` adds the model compiled by Inductor, for up to N rows, to the
-first two modes. Writes results/GPU/layers.json after each model and number of rows, so that it can run in
-slices.
+serving engines have it; *unguarded*, in mode backend, is the backend without Dynamo's guards on modules
+(docs/guide/layers.md) and without ``dynamic=``; `--with-inductor N` adds the model compiled by Inductor, for
+up to N rows, to the first two modes. Writes results/GPU/layers.json after each model and number of rows, so
+that it can run in slices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -290,11 +291,15 @@ def measure(
         errors = {library: harness.error_of(step(), expected) for (_, library), step in steps.items()}
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
         row |= {"sample_ms": options.sample_ms} | harness.quality(errors["torch"], errors["tunegemm"])
+        if "unguarded" in errors:
+            row["right"] &= harness.quality(errors["torch"], errors["unguarded"])["right"]
         if place.type == "cuda":
             rounds, sample_ms = options.rounds, options.sample_ms
             if mode == "backend":
                 rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
-                row["host_us"], row["torch_host_us"] = host_us(steps[mode, "tunegemm"], steps[mode, "torch"])
+                sides = [steps[mode, library] for library in ("tunegemm", "torch", "unguarded")]
+                names = ("host_us", "torch_host_us", "unguarded_host_us")
+                row |= dict(zip(names, host_us(*sides), strict=True))
             row |= times(harness.interleave(steps, rounds, sample_ms), mode)
         results.append(row)
     return results
@@ -317,6 +322,11 @@ def _steps(
         sides["tunegemm"] = _step(
             x, harness.Compiled(model, torch.compile(model, backend=backend, dynamic=False))
         )
+        if mode == "backend":
+            # Dynamo keeps one graph for equal backends: `partial` makes another one.
+            options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+            unguarded = torch.compile(model, backend=partial(backend), options=options)
+            sides["unguarded"] = _step(x, harness.Compiled(model, unguarded))
         if x.numel() // x.shape[-1] <= with_inductor:
             sides["inductor"] = _step(x, harness.Compiled(model, torch.compile(model, dynamic=False)))
     if mode == "backend" or not x.is_cuda:
@@ -362,13 +372,18 @@ def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, A
     """Times from samples in us, by mode and library, one per round."""
     others = {name: samples[mode, name] for name in OTHERS if (mode, name) in samples}
     of = (samples[mode, name] for name in ("torch", harness.AGAIN, "tunegemm"))
-    return harness.compared(*of, **others)
+    row = harness.compared(*of, **others)
+    if unguarded := samples.get((mode, "unguarded")):
+        row["unguarded_ratio"] = harness.ratio_of(samples[mode, "torch"], unguarded)
+    return row
 
 
 def _brief(row: dict[str, Any]) -> str:
     more = [f"{row[f'ratio_to_{other}']:.3f} x {other}" for other in OTHERS if f"ratio_to_{other}" in row]
     if "host_us" in row:
-        more.append(f"host {row['host_us']:.0f} us, torch {row['torch_host_us']:.0f}")
+        more.append(f"unguarded {row['unguarded_ratio']:.3f} x torch")
+        hosts = row["torch_host_us"], row["unguarded_host_us"]
+        more.append(f"host {row['host_us']:.0f} us, torch {hosts[0]:.0f}, unguarded {hosts[1]:.0f}")
     return harness.line(f"{row['model']} {row['rows']} {row['mode']}", row, *more)
 
 

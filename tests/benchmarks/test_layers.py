@@ -31,6 +31,8 @@ def test_a_rows_ratios_are_to_torch_and_to_merged_weights() -> None:
     assert layers.times(samples, "graph") == expected
     samples["graph", "inductor"] = [2300.0] * 3
     assert layers.times(samples, "graph") == expected | {"ratio_to_inductor": 1.15}
+    samples["graph", "unguarded"] = [1920.0] * 3
+    assert layers.times(samples, "graph") == expected | {"ratio_to_inductor": 1.15, "unguarded_ratio": 1.25}
 
 
 def test_all_in_one_forward_is_the_same_layer() -> None:

@@ -414,6 +414,27 @@ def test_it_says_what_it_found(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["inbuilt", "all"])
+def test_without_guards_on_modules_inputs_and_modes_are_seen(kernels: Kernels, kind: str) -> None:
+    skip = getattr(torch.compiler, f"skip_guard_on_{kind}_nn_modules_unsafe")
+    model = made(nn.Sequential(Layer(), Layer()))
+    plain, run = compiled(model), torch.compile(model, backend="tunegemm", options={"guard_filter_fn": skip})
+    with torch.no_grad():
+        for rows in (2, 8, 8):
+            same(model, run, given(2, rows))
+        assert len(kernels.gates) == 3 * 2
+        for each in model.parameters():
+            each.mul_(0.5)
+        same(model, run, given())
+        model.load_state_dict({name: each * 2 for name, each in model.state_dict().items()}, assign=True)
+        same(model, run, given())
+        same(model, plain, given())
+        before = len(kernels.calls)
+    run(given()).float().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert len(kernels.calls) == before
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_limit_of_recompiling_is_said(caplog: pytest.LogCaptureFixture) -> None:
     model = made(Own(lambda m, x, scale: m.c(x) * scale))
