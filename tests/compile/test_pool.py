@@ -37,7 +37,7 @@ def test_a_crash_a_hang_and_an_error_cost_one_candidate_each(store: ArtifactStor
     with CompilePool(store, workers=2, timeout_s=3.0, families_module=PLANTED) as pool:
         futures = {
             what: pool.submit("planted", key(what, what))
-            for what in ("fine", "abort", "hang", "raise", "spill", "warn", "print")
+            for what in ("fine", "abort", "leave", "hang", "raise", "spill", "warn", "print")
         }
         others = [pool.submit("planted", key(f"other{i}")) for i in range(8)]
         results = {what: future.result() for what, future in futures.items()}
@@ -45,6 +45,7 @@ def test_a_crash_a_hang_and_an_error_cost_one_candidate_each(store: ArtifactStor
     assert results["fine"].artifact is not None
     assert results["print"].artifact is not None
     assert results["abort"].failure == "the compiler aborted by SIGABRT"
+    assert results["leave"].failure == "the compiler ended with exit code 0"
     assert results["hang"].failure == "compile took longer than 3 s"
     assert results["raise"].failure == "ValueError: refuses: fatal register shortage"
     assert results["spill"].failure == "spills 64 B to local memory"

@@ -129,6 +129,12 @@ def test_grids(h200: Device) -> None:
         assert persistent_grid(Problem.parse(shape), launch, h200) == expected
 
 
+def test_a_subtile_of_sums_may_fill_the_ring_and_no_more(h200: Device) -> None:
+    exact = candidate(tile_m=128, tile_n=128, tile_k=64, stages=2, epi_n=128)
+    assert config_of(PROBLEMS[0], exact).subtile_bytes == config_of(PROBLEMS[0], exact).ring_bytes == 1 << 16
+    assert FAMILY.check(PROBLEMS[0], exact.with_launch(**LAUNCH), h200).rule != "reduction"
+
+
 def test_a_failing_compile_is_remembered_and_the_pool_goes_on(pool: CompilePool, h200: Device) -> None:
     bad, good = candidate(tile_m=96, warps=4), candidate(tile_n=32, epi_n=32)
     first, second = compile_all(pool, [(PROBLEMS[0], bad), (PROBLEMS[0], good)], h200)

@@ -88,6 +88,7 @@ def test_clearly_slower_needs_every_doubt_gone() -> None:
     assert not clearly_slower([104.0] * 3, [100.0] * 3, 0.05, 0.95)
     assert not clearly_slower([110, 110, 103], [100.0] * 3, 0.05, 0.95), "one good round of three"
     assert clearly_slower([110.0] * 11 + [90.0], [100.0] * 12, 0.05, 0.95), "one bad round of twelve"
+    assert not clearly_slower([125.0] * 9, [100.0] * 9, 0.25, 0.95), "the margin itself"
 
 
 def test_tie_is_within_the_noise_and_symmetric() -> None:

@@ -38,6 +38,15 @@ def test_a_figure(draw: Callable[[Contents], str], expected: list[str], contents
         assert said in words
 
 
+@pytest.mark.parametrize("most", [2, 1])
+def test_more_marks_than_can_be_named_are_dots_without_torchs(
+    contents: Contents, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr("tunegemm.report.charts.NAMED_MARKS", most)
+    words = [*ElementTree.fromstring(inline_roofline(contents)).itertext()]
+    assert [name in words for name in ("torch.mm", *SHAPES)] == [most == len(SHAPES)] * 3
+
+
 def test_a_search_has_a_dot_for_each_trial_and_a_square_for_each_of_the_vendors_algorithms(
     contents: Contents,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import stat
@@ -23,10 +24,11 @@ from tests.support.processes import environment
 from tunegemm.cli import app
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DatabaseError, PackError
+from tunegemm.errors import BadValueError, DatabaseError, PackError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure
 from tunegemm.store import Database, packing, packs
+from tunegemm.store.checks import check_roofline
 from tunegemm.store.exchange import dump, load, read
 from tunegemm.store.layers import read_records
 from tunegemm.store.shipped import read_shipped, write_records
@@ -225,6 +227,10 @@ class TestConflicts:
         file = self.claim(rows, tmp_path, samples_us=[64.0] * 4)
         stderr = run("db", "import", file, "--db", source, code=1)[1]
         assert "64 us for 4096x4096x4096 bf16 tn beats the roofline of NVIDIA H200, 138.9 us" in stderr
+        least_us = DEVICE.roofline_us(PROBLEM) / 1.1  # a chip's clock may exceed the datasheet's
+        check_roofline(PROBLEM, FINGERPRINT, least_us)
+        with pytest.raises(BadValueError, match="beats the roofline"):
+            check_roofline(PROBLEM, FINGERPRINT, math.nextafter(least_us, 0))
 
 
 #: A cell of a database, what is written over it, and what export and merge say of the row.

@@ -73,13 +73,14 @@ class TestRecordsOverTime:
         monkeypatch.setattr("tunegemm.store.codec.kernel_source_hash", lambda family: "older")
         database.publish(PROBLEM, DEVICE, measurement(1.3))
         monkeypatch.undo()
+        assert database.records()[0].is_outdated
         database.publish(PROBLEM, DEVICE, measurement(1.1))
-        assert database.records()[0].ratio == pytest.approx(1.1)
+        assert database.records()[0].ratio == pytest.approx(1.1) and not database.records()[0].is_outdated
         monkeypatch.setattr("tunegemm.store.codec.kernel_source_hash", lambda family: "older")
         database.confirm(PROBLEM, DEVICE, measurement(1.2))
         monkeypatch.undo()
         database.publish(PROBLEM, DEVICE, measurement(1.15))
-        assert database.records()[0].ratio == pytest.approx(1.2)
+        assert database.records()[0].ratio == pytest.approx(1.2) and not database.records()[0].is_outdated
 
 
 class TestSeeds:

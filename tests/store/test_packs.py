@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import random
 import resource
 import tarfile
@@ -84,6 +85,15 @@ def test_the_same_records_give_the_same_bytes(made: packing.Packed, tmp_path: Pa
     again = packing.pack(reversed(RECORDS), tmp_path / "b.pack")
     assert again.compiled == 0 and again.path.read_bytes() == made.path.read_bytes()
     assert again.sha256 == made.sha256 == hashlib.sha256(made.path.read_bytes()).hexdigest()
+
+
+def test_an_entry_of_64_mib_is_listed_and_a_larger_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 64 << 20)
+    packs.write_manifest(tmp_path, toolchain={})
+    os.truncate(tmp_path / "large", (64 << 20) + 1)
+    with pytest.raises(PackError, match=r"entry large has over 67108864 B; pack fewer records"):
+        packs.write_manifest(tmp_path, toolchain={})
 
 
 def test_a_loaded_pack_serves_records_and_kernels(made: packing.Packed, home: Path) -> None:

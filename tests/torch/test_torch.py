@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.support.serving import BF16, CANDIDATE, Kernel, Row, operands, serve_with
+from tests.support.serving import BF16, CANDIDATE, Kernel, Row, calls_of, operands, serve_with
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -438,6 +438,23 @@ def test_operators_refuse_what_is_no_product():
             with pytest.raises(RuntimeError, match=r"do not multiply|convert one|takes 2-D"):
                 torch.ops.tunegemm.mm(*bad)
         assert torch.ops.tunegemm.mm(a, b).shape == (32, 48)
+
+
+def test_an_operator_takes_the_short_way_unless_a_tensor_asks_to_see_it(kernel):
+    seen: list[str] = []
+
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return product
+
+    a, b = operands()
+    product = a @ b
+    assert not any("redispatch" in name for name in calls_of(lambda: torch.ops.tunegemm.mm(a, b))[0])
+    for pair in ((a.as_subclass(Seen), b), (a, b.as_subclass(Seen))):
+        assert torch.ops.tunegemm.mm(*pair) is product
+    assert seen == ["tunegemm::mm"] * 2
 
 
 def test_on_a_cpu_graphs_hold_torchs_product():
