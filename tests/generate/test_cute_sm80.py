@@ -6,7 +6,7 @@ import pytest
 
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.architectures import ARCHITECTURES
-from tunegemm.describe.device import Device
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
@@ -90,13 +90,25 @@ EXAMPLES = Examples(
         ("whole_ldmatrix", PROBLEMS[0], {"atoms_n": 1}),
         ("split_work", PROBLEMS[0], {"split_k": 2}),
     ],
-    elsewhere=frozenset({"architecture"}),
+    elsewhere=frozenset({"architecture", "lone_warp"}),
 )
 
 
 def test_gpus_without_cp_async_are_refused(h200: Device) -> None:
     turing = replace(h200.architecture, capability=(7, 5), compile_target="sm_75")
     assert FAMILY.check(PROBLEMS[0], candidate(), replace(h200, architecture=turing)).rule == "architecture"
+
+
+@pytest.mark.parametrize("tile", [(32, 32), (64, 32)])
+def test_one_warp_shifts_few_lines_on_sm_120(tile: tuple[int, int]) -> None:
+    """On sm_120 64x32x32 spills 144 B and 32x32x32 uses 254 registers; on sm_86 both fit."""
+    tile_m, tile_n = tile
+    lone = candidate(tile_m=tile_m, tile_n=tile_n, warps_m=1, warps_n=1, vector_bytes=2)
+    refused = {
+        name: FAMILY.check(PROBLEMS[1], lone, find_device(f"model:{name}")).rule
+        for name in ("rtx3060", "rtx4090", "h100", "rtx5090")
+    }
+    assert refused == dict.fromkeys(refused) | {"rtx5090": "lone_warp" if tile_m > 32 else None}
 
 
 def test_every_alignment_has_kernels_where_tma_has_none(h200: Device) -> None:

@@ -38,6 +38,7 @@ _CROSSED_SHIFT_REGISTERS = 12
 _FULL_SHIFT_REGISTERS = 30
 _FULL_ACCUMULATORS = 128
 _SHORT_TILE_K = 32
+_LONE_TILE = 32 * 32
 #: The longest k for which fp16 accumulators stay within the tolerance of an fp16 result, 9.8e-4. Rounding
 #: sums every 16 elements gives 8.4e-4 at 512, 1.2e-3 at 1024, 2.3e-3 at 4096 (uniform operands, CPU).
 _HALF_MAX_K = 512
@@ -153,6 +154,17 @@ def registers(problem: Problem, candidate: Candidate, device: Device) -> str | N
     return None
 
 
+@rule("tile_m", "tile_n", "warps_m", "warps_n", "vector_bytes", "device")
+def lone_warp(problem: Problem, candidate: Candidate, device: Device) -> str | None:
+    """A single warp that shifts the lines of more than 32x32 spills 24 to 144 B on sm_120, where ptxas holds
+    more of their words at a time than for sm_86 (nvidia-cutlass-dsl 4.8.1)."""
+    config = config_of(problem, candidate)
+    tile = config.tile_m * config.tile_n
+    if config.shifts and config.warps == 1 and tile > _LONE_TILE and device.architecture.number >= 120:
+        return f"one warp that shifts lines of {config.tile_m}x{config.tile_n} spills on sm_120"
+    return None
+
+
 @rule(
     "tile_m", "tile_n", "tile_k", "stages", "vector_bytes", "ctas_per_sm", "in_dtype", "out_dtype",
     "a_major", "b_major", "out_major", "device",
@@ -176,6 +188,7 @@ RULES = (
     ring_depth,
     threads,
     registers,
+    lone_warp,
     shared_memory,
     bank_conflicts,
     whole_ldmatrix,
