@@ -169,7 +169,8 @@ class LaunchCache:
                 if known.launch is not None:
                     return known
                 now = time.monotonic()
-                return known if now < min(planner.next_look, known.again) or _holds(known, tensors) else None
+                holds = now < planner.next_look and now < known.again  # `min` would cost more
+                return known if holds or _holds(known, tensors) else None
             if tensors and capturing(tensors[0].device):
                 # torch captures with copies of operands, possibly made in other modes, and nothing can be
                 # decided during a capture.

@@ -72,12 +72,12 @@ def _way(bind: Bind, x: torch.Tensor, parts: Parts, columns: Sequence[int]) -> C
     k, dtype, width = x.shape[-1], x.dtype, sum(columns)
     shape = (*x.shape[:-1], width)
     strides = x.new_empty(shape, device="meta").stride()
-    index = device.index if device.type == "cuda" else -1
+    index, is_guarded = device.index, device.type == "cuda" and device.index is not None
     is_split = len(columns) > 1
     known: dict[tuple[int, ...], Launch] = {}
 
     def way(x: torch.Tensor, *operands: Any) -> Any:
-        if not x.is_contiguous() or (index is not None and index >= 0 and current_device() != index):
+        if not x.is_contiguous() or (is_guarded and current_device() != index):
             return None
         key = tuple([each.data_ptr() for each in operands])
         launch = known.get(key)

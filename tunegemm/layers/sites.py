@@ -36,8 +36,6 @@ _BITS = ALIGNMENT - 1
 #: Up to this many rows, an eager residual is not added by a library's algorithm: its launch costs the host
 #: more than torch's product and sum.
 _LIBRARY_ROWS = 256
-#: Shapes that one site names in a report. Steps of an engine keep bringing new numbers of rows.
-MOST_SHAPES = 4096
 
 
 class Site:
@@ -48,40 +46,28 @@ class Site:
         rows."""
         self.label, self.facts = label, facts
         self.__name__ = f"tunegemm_{type(self).__name__.lower()}"  # which torch.fx writes into code
-        self.ways = LaunchCache(of_products=True)
-        """By the shape of the input."""
-        self.shapes: dict[torch.Size, bool] = {}
-        """The shapes of its inputs that were decided, and whether a kernel computes them."""
+        ways = LaunchCache(of_products=True)
+        self.find, self.keep = ways.find, ways.keep
+        """The `Way` for an input's shape."""
 
     def __repr__(self) -> str:
         return f"<{self.label} of {', '.join(map(str, self.facts))}>"
 
     def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
-        known = self.ways.find(x.shape)
-        if known is None or known.launch is None or dispatch_modes():
-            result = self.kernel(x, *operands) if known is None else None
+        known = self.find(x.shape)
+        if known is None or dispatch_modes():
+            result = self.kernel(x, *operands)
         else:
-            result = known.launch(x, *operands)
+            result = None if (way := known.launch) is None else way(x, *operands)
         return self.by_torch(x, *operands) if result is None else result
 
     def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
         """Compute the result by a kernel; None if torch must compute it."""
-        known = self.ways.find(x.shape)
         if dispatch_modes():
             return None
-        if known is not None:
+        if (known := self.find(x.shape)) is not None:
             return None if known.launch is None else known.launch(x, *operands)
-        if not x.is_contiguous() or not x.numel():
-            return None
-        return self.decide(x, *operands)
-
-    def keep(self, shape: torch.Size, way: Way | None, *, waits: bool = False) -> None:
-        """Compute calls with an input of this shape so from now on; way: None for torch. waits: for some
-        seconds only, because a kernel is being compiled."""
-        if len(self.shapes) >= MOST_SHAPES:
-            self.shapes.clear()
-        self.shapes[shape] = way is not None
-        self.ways.keep(shape, way, waits=waits)
+        return self.decide(x, *operands) if x.is_contiguous() and x.numel() else None
 
     def decide(self, x: torch.Tensor, *operands: Any) -> Any:
         """`keep` how calls like this one are computed, if that can be known now. Returns the result of this
@@ -161,11 +147,9 @@ def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_r
         a, b = x.data_ptr(), weight.data_ptr()
         if (a | b) & _BITS or not x.is_contiguous() or (device >= 0 and device != current_device()):
             return None
-        words: Any = ()
-        if words_of is not None:
-            words = words_of(tensors, ())
-            if words is None or (has_residual and not tensors[-1].is_contiguous()):
-                return None
+        words = () if words_of is None else words_of(tensors, ())
+        if words is None or (has_residual and not tensors[-1].is_contiguous()):
+            return None
         result: torch.Tensor = allocate(shape, strides, dtype)
         try:
             launch(a, b, result.data_ptr(), *words)
@@ -228,9 +212,7 @@ class Gated(Joint):
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         if self._layout == TWO_WEIGHTS:
-            first, second, *biases = operands
-            gate = self._linear(x, first, *biases[:1])
-            return self._activate(gate) * self._linear(x, second, *biases[1:])
+            return self._activate(self._linear(x, *operands[::2])) * self._linear(x, *operands[1::2])
         gate, up = self._halves(self._linear(x, *operands), -1)
         return self._activate(gate) * up
 
@@ -249,9 +231,8 @@ class Several(Joint):
         return operands[:count], operands[count:]
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
-        weights, biases = self.parts(*operands)
-        arguments = (weights, biases) if biases else (weights,)
-        return tuple([site(x, *each) for site, *each in zip(self._linears, *arguments, strict=True)])
+        count = len(self._columns)  # each layer has its weight, and its bias behind all weights
+        return tuple([site(x, *operands[place::count]) for place, site in enumerate(self._linears)])
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -265,7 +246,7 @@ def grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tenso
     return grouped_mm(a, b, offs=ends)
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # sites make their layers' sites
 
 
 def _once(make: Callable[..., Site]) -> Callable[..., Any]:
@@ -279,12 +260,9 @@ def _once(make: Callable[..., Site]) -> Callable[..., Any]:
     return made
 
 
-_linears = cache(Linear)
-
-
-def linear(has_bias: bool, facts: tuple[Any, ...]) -> Linear:
-    """The site of a single linear layer."""
-    return _linears("", has_bias, False, facts)
-
-
 chain, gated, several = _once(Linear), _once(Gated), _once(Several)
+
+
+def linear(has_bias: bool, facts: tuple[Any, ...]) -> Any:
+    """The site of a single linear layer."""
+    return chain("", has_bias, False, facts)
