@@ -1,8 +1,7 @@
 """What ``make test-gpu`` runs: the tests of a GPU, within a limit of time, and their summary.
 
-First what measures, one test at a time, while kernels of the other tests compile; then what only computes,
-in many processes, a file in each. Beside these run the programs of a folder given by ``--cases``, which print
-PASS last, or how many results differ.
+First what measures, one test at a time; then what only computes, in many processes, a file in each. Beside
+these run the programs of a folder given by ``--cases``, which print PASS last, or how many results differ.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,11 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     end = time.monotonic() + given.limit
     Summary(given.out).begin(**facts_of_checkout(ROOT), begun=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+    run_pytest("measuring", [*_MEASURING, *marked()], given.out, end)
     is_parallel = importlib.util.find_spec("xdist") is not None and given.workers > 1
     many = ["-n", str(given.workers), "--dist", "loadfile"] if is_parallel else []
     ignored = [f"--ignore={path}" for path in _MEASURING]
-    with compiling(given.out, *many, *ignored):
-        run_pytest("measuring", [*_MEASURING, *marked()], given.out, end)
     with ThreadPoolExecutor(1) as beside:
         cases = beside.submit(run_cases, cases_in(given.cases), given.out, end) if given.cases else None
         run_pytest("computing", [_GPU], given.out, end, *many, *ignored)
@@ -68,30 +66,17 @@ def marked() -> list[Path]:
     return [path for path in found if "pytest.mark.gpu" in path.read_text()]
 
 
-def pytest_of(out: Path, plugin: str, *options: str) -> tuple[list[str], dict[str, str]]:
-    """A command of pytest with a plugin of tests/support, and what its environment has."""
-    plain = ["-q", "-m", "gpu", "-p", f"tests.support.{plugin}", *options]
+def run_pytest(part: str, paths: Sequence[Path], out: Path, end: float, *options: str) -> None:
+    """One run of pytest, which writes its part of the summary."""
+    plain = ["-q", "-m", "gpu", "-p", "tests.support.summary", *options]
     if importlib.util.find_spec("pytest_timeout") is None:  # then its option is not known, which is an error
         plain += ["-o", "addopts=-rs --strict-markers --import-mode=importlib"]
     else:  # a module's kernels, which its fixtures compile, may take longer than a test
         plain += ["-o", "timeout_func_only=true"]
-    objects = os.environ.get("TUNEGEMM_TEST_OBJECTS", str(out / "objects"))
-    return [sys.executable, "-m", "pytest", *plain], {"TUNEGEMM_TEST_OBJECTS": objects}
-
-
-@contextlib.contextmanager
-def compiling(out: Path, *options: str) -> Iterator[None]:
-    """Meanwhile kernels of tests/gpu compile. What is compiled by then is kept."""
-    command, environment = pytest_of(out, "compiling", *options)
-    with started([*command, str(_GPU)], environment, out / "compiling.log"):
-        yield
-
-
-def run_pytest(part: str, paths: Sequence[Path], out: Path, end: float, *options: str) -> None:
-    """One run of pytest, which writes its part of the summary."""
-    command, environment = pytest_of(out, "summary", *options)
-    environment |= {"TUNEGEMM_TEST_SUMMARY": str(out), "TUNEGEMM_TEST_PART": part}
-    ran = run([*command, *map(str, paths)], end, environment)
+    ran = run([sys.executable, "-m", "pytest", *plain, *map(str, paths)], end, {
+        "TUNEGEMM_TEST_SUMMARY": str(out), "TUNEGEMM_TEST_PART": part,
+        "TUNEGEMM_TEST_OBJECTS": os.environ.get("TUNEGEMM_TEST_OBJECTS", str(out / "objects")),
+    })  # fmt: skip
     summary = Summary(out)
     if part not in summary.known["parts"]:
         empty = {"passed": 0, "failed": 1, "skipped": 0, "seconds": 0.0, "not_run": []}
@@ -141,21 +126,6 @@ def run(
 ) -> int | None:
     """The status of a command, which is ended, with all that it began, at a time; None then. log: what gets
     its output."""
-    with started(command, environment, log) as process:
-        try:
-            return process.wait(max(0.1, end - _GRACE_S - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
-            return None
-
-
-@contextlib.contextmanager
-def started(
-    command: Sequence[str], environment: dict[str, str], log: Path | None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process. At the end it is killed with all that it began, also where this process is interrupted."""
     own = os.environ | environment
     own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), own.get("PYTHONPATH"))))
     with (
@@ -165,8 +135,13 @@ def started(
         ) as process,
     ):
         try:
-            yield process
-        finally:
+            return process.wait(max(0.1, end - _GRACE_S - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            return None
+        finally:  # with what it has begun, also where this process is interrupted
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 

@@ -131,25 +131,3 @@ def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: 
     assert all("timeout_func_only=true" in command for command, *_ in asked)
     folders = [environment["TUNEGEMM_TEST_OBJECTS"] for *_, environment in asked]
     assert folders == [str(tmp_path / "objects"), "elsewhere"]
-
-
-def test_what_compiles_ahead_runs_no_test(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text(
-        "import os, pathlib, pytest\n"
-        "pytestmark = pytest.mark.gpu\n"
-        "@pytest.fixture(scope='module')\n"
-        "def kernels(request):\n"
-        "    names = [item.name for item in request.session.items]\n"
-        "    pathlib.Path('made').write_text(f'{os.nice(0)} {names}')\n"
-        "@pytest.fixture\n"
-        "def data():\n"
-        "    assert False, 'only the first test of a module stands for it'\n"
-        "def test_a(kernels): assert False\n"
-        "def test_b(kernels, data): assert False\n"
-        "def test_c(data): assert False\n"
-    )
-    command, variables = run_gpu.pytest_of(tmp_path, "compiling", "-p", "no:cacheprovider")
-    options = [*command[3:], "--rootdir", ".", "test_some.py"]
-    code = f"import os, pytest; os.chdir({str(tmp_path)!r}); raise SystemExit(pytest.main({options}))"
-    assert run_gpu.run([sys.executable, "-c", code], time.monotonic() + 100, variables, tmp_path / "log") == 0
-    assert (tmp_path / "made").read_text() == "19 ['test_a', 'test_b', 'test_c']"
