@@ -88,6 +88,12 @@ def test_the_json_schema_describes_the_export(source: Database, tmp_path: Path) 
         jsonschema.validate(data, schema)
 
 
+def candidate_with(count: int) -> dict[str, Any]:
+    """Parameters of which the last is a list."""
+    values = {f"p{index}": 0 for index in range(count - 1)} | {f"p{count - 1}": []}
+    return {"family": "cute_sm90", "compile": values, "launch": {}}
+
+
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"kind": "record"}, "its kind is not measurement"),
     ({"problem": {"m": 8}}, "its problem lacks n, k"),
@@ -109,6 +115,9 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
         {"candidate": {"family": "cute_sm90", "compile": {"tile_m": [1]}, "launch": {}}},
         "parameter tile_m a list is not a whole number",
     ),
+    ({"candidate": candidate_with(65)}, "is not an object of at most 64 parameters"),
+    ({"candidate": candidate_with(64)}, "parameter p63 a list is not a whole number"),
+    ({"candidate": {"family": "cute_sm90", "compile": [], "launch": {}}}, "is not an object of at most 64"),
     ({"measured_at": "yesterday"}, "yesterday"),
     ({"measured_at": "2026-11-20T00:00:00"}, "no time zone"),
     ({"measured_at": "2999-01-01T00:00:00+00:00"}, "is in the future"),

@@ -16,7 +16,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import cells_of
 from tunegemm.resources import data_path
 from tunegemm.store import Database
-from tunegemm.store.layers import modified, read_records
+from tunegemm.store.layers import absent, modified, read_records
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import ShippedLookup, latest_confirmed, read_shipped, write_records
@@ -279,3 +279,14 @@ class TestLookup:
         assert "not a records file" in "".join(ShippedLookup().warnings)
         path.write_text(json.dumps(json.loads(whole), indent=2))
         assert [len(ShippedLookup().find(problem)) for problem in (PROBLEM, SMALL)] == [1, 1]
+
+
+def test_a_named_file_that_is_missing_has_a_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEGEMM_PACK", "")
+    assert absent() == []
+    (home / "here.sqlite").touch()
+    for place in (str(home / "here.sqlite"), "postgresql://nobody@localhost/nothing"):
+        monkeypatch.setenv("TUNEGEMM_DB", place)
+        assert absent() == [], place
+    monkeypatch.setenv("TUNEGEMM_DB", missing := str(home / "there.sqlite"))
+    assert absent() == [f"TUNEGEMM_DB={missing}: no such file; correct it, or let `tunegemm tune` create it"]
