@@ -41,7 +41,7 @@ from tunegemm.errors import TunegemmWarning, one_line, raised
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
-from tunegemm.store.waiting import within
+from tunegemm.store.waiting import deadline_s
 
 if TYPE_CHECKING:
     from tunegemm.compile.pool import CompilePool
@@ -479,7 +479,7 @@ class Planner:
         """Turn any error inside, including our own bugs, into one warning. Torch then computes the product,
         or raises its own error. All reads inside together wait for at most `READ_SECONDS`."""
         try:
-            with within(READ_SECONDS):
+            with _in_time():
                 yield
         except TunegemmWarning:  # the user turned these warnings into errors
             raise
@@ -520,7 +520,7 @@ class Planner:
     def _read_records(self, state: State, name: str) -> Snapshot:
         self.next_look = time.monotonic() + LOOK_SECONDS
         try:
-            with within(READ_SECONDS):
+            with _in_time():
                 snapshot = self._read()
         except Exception as error:
             _log.debug("records cannot be read", exc_info=error)
@@ -567,6 +567,16 @@ class Planner:
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
         return self._mode
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """`waiting.within` for `READ_SECONDS`: here, for a reader of a first call."""
+    token = deadline_s.set(min(deadline_s.get(), time.monotonic() + READ_SECONDS))
+    try:
+        yield
+    finally:
+        deadline_s.reset(token)
 
 
 def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:
