@@ -160,3 +160,15 @@ def test_experts_are_their_loop(fp8: ModuleType, limit: float | None) -> None:
     assert not fp8.calls
     error = (results["tunegemm"] - results["eager"]).norm() / results["eager"].norm()
     assert error < 0.02 and results["eager"].norm() > 0
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_compiled_layer_is_served_without_a_break(fp8: ModuleType) -> None:
+    layer = layer_of(fp8).requires_grad_(False)
+    ours.register()
+    x = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
+    with torch.no_grad():
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=0.02, atol=0.2)
+    assert not fp8.calls

@@ -7,7 +7,7 @@ it creates a model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -59,7 +59,6 @@ def _in_place_of(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return fp8_linear
 
 
-@cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
