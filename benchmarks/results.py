@@ -30,7 +30,7 @@ SHARED = ("gpu", "driver", "packages", "method")
 _KEY = (
     "m", "n", "k", "batch", "dtype", "accumulation", "layout", "epilogue", "effort", "call", "workload",
     "mode", "layers", "label", "model", "rows", "phase", "sequences", "groups", "skew", "tuned",
-    "timing", "strategy",
+    "timing", "strategy", "streams", "captures",
 )  # fmt: skip
 _PACKAGES = (
     "tunegemm", "torch", "triton", "nvidia-cutlass-dsl", "nvmath-python", "quack-kernels",

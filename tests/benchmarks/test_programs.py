@@ -357,3 +357,13 @@ def test_the_parts_of_the_dispatch_benchmark_that_need_no_gpu(tmp_path, monkeypa
         file.put(results.problem_fields(SMALL) | {"call": name, "ratio": 0.7})
     written = json.loads((tmp_path / "dispatch.json").read_text())
     assert written["ratio_to_torch_mm"] == 0.7 and [row["call"] for row in written["rows"]] == list(calls)
+
+
+def test_rows_of_threads_are_told_apart_by_streams_and_captures(tmp_path):
+    kept = results.Results(tmp_path / "threads.json", {})
+    settings = [
+        {"streams": streams, "captures": captures} for streams in (1, 4) for captures in (False, True)
+    ]
+    kept.put(*({"label": "same", **each, "calls": 1} for each in settings))
+    kept.put({"label": "same", **settings[-1], "calls": 2})
+    assert [row["calls"] for row in kept.rows] == [1, 1, 1, 2]
