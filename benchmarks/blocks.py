@@ -9,8 +9,8 @@
 Compares `tunegemm.scaled_mm` with torch's own product of the same operands and scales, torch's product of
 bf16 weights, and DeepGEMM's if `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's
 first call). Operands are quantised in advance, because that takes as long for all. With `--groups` compares
-`tunegemm.scaled_grouped_mm` with `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json, or
-block_groups.json, after each row.
+`tunegemm.scaled_grouped_mm` with `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json,
+without DeepGEMM blocks-alone.json, or block_groups.json, after each row.
 
 With `--with-quantising` each side begins with bf16 activations, and rows go to blocks-quantising.json: ours
 calls `tunegemm.quantize`, DeepGEMM's launches the same kernel into scales of its layout, torch's uses a
@@ -501,6 +501,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, method = "block_groups", METHOD_OF_GROUPS
     elif options.with_quantising:
         name, method = "blocks-quantising", METHOD_QUANTISING
+    elif deep_gemm() is None:
+        name = "blocks-alone"
     results = Results.of(options.out, device, f"{name}.json", method)
     provided, copied = provide_blocks(), copied_gbs()
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)

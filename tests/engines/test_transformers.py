@@ -12,7 +12,7 @@ import torch
 from tunegemm.engines import transformers as ours
 from tunegemm.torch import blocks
 
-FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+FP8 = torch.float8_e4m3fn
 HIDDEN, INNER, EXPERTS = 256, 128, 4
 
 
@@ -80,6 +80,7 @@ def test_a_layer_is_its_product(fp8: ModuleType, shape: tuple[int, ...], has_bia
             expected = expected + layer.bias
         error = (result.float() - expected).norm() / expected.norm()
         assert not fp8.calls and result.shape == expected.shape and error < 0.03  # of fp8 rows
+        assert result.dtype is x.dtype
 
 
 @pytest.mark.usefixtures("kernels")
@@ -90,6 +91,7 @@ def test_a_layer_is_its_product(fp8: ModuleType, shape: tuple[int, ...], has_bia
         ({"block_size": None}, torch.bfloat16),
         ({"activation_scheme": "static"}, torch.bfloat16),
         ({"scale_fmt": "ue8m0"}, torch.bfloat16),
+        ({}, torch.float16),
         ({}, torch.float32),
     ],
 )
@@ -99,6 +101,15 @@ def test_transformers_computes_other_layers(
     layer = layer_of(fp8, **words)
     ours.register()
     layer(torch.randn(2, HIDDEN, dtype=dtype))
+    assert len(fp8.calls) == 1
+
+
+@pytest.mark.usefixtures("kernels")
+def test_transformers_computes_a_slice_of_a_weight_beside_all_scales(fp8: ModuleType) -> None:
+    layer = layer_of(fp8)
+    ours.register()
+    x = torch.randn(2, HIDDEN, dtype=torch.bfloat16)
+    fp8.fp8_linear(x, layer.weight[:128], layer.weight_scale_inv, layer.block_size)
     assert len(fp8.calls) == 1
 
 

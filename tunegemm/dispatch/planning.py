@@ -571,7 +571,7 @@ class Planner:
 
 @contextmanager
 def _in_time() -> Iterator[None]:
-    """`waiting.within` for `READ_SECONDS`: here, for a reader of a first call."""
+    """Bound all reads inside together by `READ_SECONDS`; an earlier deadline of the context stays."""
     token = deadline_s.set(min(deadline_s.get(), time.monotonic() + READ_SECONDS))
     try:
         yield

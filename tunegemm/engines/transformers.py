@@ -52,7 +52,7 @@ def _in_place_of(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             result = _product(rows, weight, weight_scale_inv)
             if result is not None:
                 result = result.view(*input.shape[:-1], weight.shape[0])
-                return result if bias is None else result + bias
+                return result if bias is None else result.add_(bias)  # which keeps its dtype
         return own(input, weight, weight_scale_inv, block_size, bias, activation_scale, *others, **words)
 
     fp8_linear.tunegemm_replaced = own  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def is_served(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block_
         and scale.dtype is torch.float32
         and block_size is not None
         and tuple(block_size) == (BLOCK, BLOCK)
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype is torch.bfloat16
         and x.numel() > 0
         and not grouped.has_gradient(x)
     )
@@ -81,6 +81,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torc
     """``x @ (weight * scale).T`` for rows that are quantised first; None without a kernel."""
     values, scales = quantize(x)
     given = values, weight.detach().t(), scales, scale.detach().t()
+    if not blocks.are_of_blocks(*given):  # such as a slice of a weight beside all scales
+        return None
     if torch.compiler.is_compiling():
         return blocks.scaled_mm(*given, None, x.dtype, False)
     result = blocks.product(*given, x.dtype)
@@ -103,7 +105,6 @@ def fp8_experts_forward(
     if (
         not layer.has_gate
         or layer.activation_scheme != "dynamic"
-        or hidden_states.dtype is not torch.bfloat16
         or grouped.has_gradient(top_k_weights)
         or not is_served(hidden_states, layer.gate_up_proj, layer.gate_up_proj_scale_inv, layer.block_size)
     ):

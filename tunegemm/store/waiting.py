@@ -6,9 +6,8 @@ import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,28 +16,18 @@ T = TypeVar("T")
 deadline_s: contextvars.ContextVar[float] = contextvars.ContextVar("deadline_s", default=math.inf)
 
 
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Bound all waiting inside together; an earlier deadline of the context stays."""
-    token = deadline_s.set(min(deadline_s.get(), time.monotonic() + seconds))
-    try:
-        yield
-    finally:
-        deadline_s.reset(token)
-
-
 def left_s(most: float) -> float:
     """Remaining seconds to wait, up to a limit."""
     return max(0.0, min(most, deadline_s.get() - time.monotonic()))
 
 
-def in_time(function: Callable[[], T], late: Callable[[T], None]) -> T:
+def in_time(function: Callable[[], T], late: Callable[[T], None], most: float = math.inf) -> T:
     """The result of a function that asks a network, which may not answer.
 
-    late: called with a result that came after the deadline. Raises TimeoutError if no result came in time,
-    and any error of the function.
+    late: called with a result that came after the deadline. most: seconds to wait without one. Raises
+    TimeoutError if no result came in time, and any error of the function.
     """
-    if deadline_s.get() == math.inf:
+    if min(deadline_s.get(), most) == math.inf:
         return function()
     answer: Future[T] = Future()
     context = contextvars.copy_context()
@@ -51,7 +40,7 @@ def in_time(function: Callable[[], T], late: Callable[[T], None]) -> T:
 
     threading.Thread(target=ask, name="tunegemm-read", daemon=True).start()
     try:
-        return answer.result(left_s(math.inf))
+        return answer.result(left_s(most))
     except TimeoutError:
 
         def end(answer: Future[T]) -> None:

@@ -24,7 +24,7 @@ from tunegemm.compile.pool import default_workers
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ClusterError, DatabaseError, DeviceError, TunegemmError
-from tunegemm.store.waiting import in_time, within
+from tunegemm.store.waiting import in_time
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 from tunegemm.tuning.tuner import Tuner
 from tunegemm.untrusted import digits
@@ -397,8 +397,7 @@ def connected(address: str) -> Iterator[None]:
             "which prints the address to give"
         ) from None
     try:
-        with within(_CONNECT_S):
-            in_time(functools.partial(ray.init, address=named, **_QUIET), lambda _: None)
+        in_time(functools.partial(ray.init, address=named, **_QUIET), lambda _: None, _CONNECT_S)
     except TimeoutError:
         raise ClusterError(
             f"Ray address {named!r} accepts a connection, but Ray does not answer within {_CONNECT_S:g} s; "
