@@ -40,8 +40,8 @@ LINES: tuple[tuple[str, str, Callable[[Row], bool]], ...] = (
     ("vLLM, bf16 prefill", "vllm.json", _vllm("bf16", "prefill")),
     ("vLLM, fp8 decode", "vllm.json", _vllm("fp8", "decode")),
     ("vLLM, fp8 prefill", "vllm.json", _vllm("fp8", "prefill")),
-    ("fp8 with block scales, up to 64 rows", "blocks-alone.json", lambda row: row["m"] <= 64),
-    ("fp8 with block scales, more rows", "blocks-alone.json", lambda row: row["m"] > 64),
+    ("fp8 with block scales, up to 64 rows", "blocks.json", lambda row: row["m"] <= 64),
+    ("fp8 with block scales, more rows", "blocks.json", lambda row: row["m"] > 64),
     ("a layer of experts, beside transformers", "expert_layers.json", lambda row: True),
 )  # fmt: skip
 

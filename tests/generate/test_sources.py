@@ -140,7 +140,7 @@ MEASURED = {
     "routing": "a7b2cd20442780b1",
     "joined": "b61491ede4325c2f",
     "blocks": "a7d8ec6022b8b70d",
-    "block_groups": "3d6de4e3c4d2f2aa",
+    "block_groups": "b4b6e2d9336f7028",
     "drawn": "db86ab511a3d7eee",
     "parted": "8b73bb197e433f79",
     "quantize": "6a83b08d7a4520d9",

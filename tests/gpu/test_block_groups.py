@@ -105,6 +105,15 @@ def test_every_number_of_rows_is_right_by_the_function() -> None:
         groups.check(out)
 
 
+def test_a_batch_invariant_row_does_not_see_the_scales_beside_it() -> None:
+    torch.manual_seed(4)
+    groups = Groups([70, 200], 256, 384)
+    with tunegemm.policy("batch_invariant"):
+        before = scaled(groups)
+        groups.scale_a[1::2] *= 1e-30
+        assert torch.equal(scaled(groups)[:200:2], before[:200:2])
+
+
 def test_a_graph_follows_the_ends() -> None:
     torch.manual_seed(2)
     groups = Groups([40, 90, 170], 512, 1024)

@@ -17,7 +17,7 @@ from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups import grouped
 from tunegemm.groups.grouped import are_plain, check_ends, has_gradient, has_values
-from tunegemm.model.block_groups import choose, listed
+from tunegemm.model.block_groups import choose, invariant
 
 _FP8 = torch.float8_e4m3fn
 _family = extension.Family(
@@ -116,8 +116,7 @@ def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, out: Any) -> 
     operands = a, b.mT, scale_a, scale_b.mT, offs, out
     if block_groups.refusal(*operands):
         return None
-    # One kernel computes all rows in the same way, whatever their number.
-    config = listed()[-1] if extension.policy().is_batch_invariant else choose(a.shape[0], b.shape[0])
+    config = invariant() if extension.policy().is_batch_invariant else choose(a.shape[0], b.shape[0])
     return config, lambda kernel: kernel.bound(*operands, blocks=extension.device_of(a.device).sm_count)
 
 

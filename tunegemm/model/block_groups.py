@@ -15,6 +15,13 @@ def choose(rows: int, groups: int, path: Path | None = None) -> BlockGroupConfig
     return next(config for most, config in _table(path) if rows <= most * groups)
 
 
+def invariant() -> BlockGroupConfig:
+    """The kernel for policy `batch_invariant`. Those of many rows promote a row by two operations if scales
+    of rows beside it ask for that, so its last bits depend on them.
+    """
+    return next(config for config in reversed(listed()) if config.few)
+
+
 def listed(path: Path | None = None) -> tuple[BlockGroupConfig, ...]:
     """All kernels of the table, which ship compiled. Raises BadValueError if the table is damaged."""
     return tuple(config for _, config in _table(path))

@@ -29,7 +29,7 @@ _SWIZZLE = 8
 def config_of(parameters: Mapping[str, Any]) -> BlockGroupConfig:
     """The config of a kernel. parameters: the fields without a default."""
     return BlockGroupConfig(
-        schedule="cooperative", tile_k=BLOCK, cluster_m=1, cluster_n=1, in_dtype="fp8_e4m3", out_dtype="bf16",
+        schedule="cooperative", tile_k=BLOCK, cluster_n=1, in_dtype="fp8_e4m3", out_dtype="bf16",
         a_major="k", b_major="k", out_major="m", accumulation="two_level", **parameters,
     )  # fmt: skip
 

@@ -3,8 +3,9 @@ promotion.
 
 D[r, n] = sum over blocks b of sa[r, b] * sb[g, n / 128, b] * (A[r, b] B[g, n, b]^T) for each row r of group g
 
-As in `grouped` the weights' N is WGMMA's m. Other warps of the producer's warpgroup walk the same tiles and
-copy the scales of each block of k into the ring. Groups may begin at any row.
+As in `grouped` the weights' N is WGMMA's m, or of many rows its n: the ring and the walk are the same, and
+the operands of a WGMMA change places. Other warps of the producer's warpgroup walk the same tiles and copy
+the scales of each block of k into the ring. Groups may begin at any row.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import SmemAllocator
 
+from tunegemm.generate.block_groups import kernel_rows
 from tunegemm.generate.block_groups.config import BlockGroupConfig
 from tunegemm.generate.blocks.config import BLOCK
 from tunegemm.generate.blocks.kernel import Consumer as BlockConsumer
@@ -137,7 +139,8 @@ class Consumer(BlockConsumer):
         fragments = tCrA, tCrB
         sums = cute.make_rmem_tensor(config.accumulator_registers, Float32)
         parts = [  # (MMA, 1, 1) each: of one block and one WGMMA's rows
-            cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32) for _ in range(config.parts)
+            cute.make_rmem_tensor(((2, 2, config.wgmma_columns // 8), 1, 1), Float32)
+            for _ in range(config.parts)
         ]
         ring, turn = self.ring, Int32(0)
         state = ring.consumer_start()
@@ -145,20 +148,44 @@ class Consumer(BlockConsumer):
         while walk.has(unit):
             place = walk.place(unit)
             origin = Origin(place.column, place.row, Int32(0))  # the kernel's: its m is the weights' N
+            if const_expr(config.many):
+                origin = Origin(place.row, place.column, Int32(0))
             bias = self.epilogue.bias_of(place)
             sums.fill(0.0)
-            if cutlass.const_expr(config.parts == 1):
-                for _ in cutlass.range(k_tiles, unroll=1):
-                    ring.wait_full(state)
-                    for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
-                        self.multiply(parts[0], fragments, atom, state.stage)
-                        last = cutlass.const_expr(atom == config.atoms_per_warpgroup - 1)
-                        self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
-                    state = ring.advance(state)
+            if const_expr(not config.many):
+                state = self.sum(sums, parts, fragments, ring, state, k_tiles, origin)
             else:
-                state = self.sum_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
+                if place.rows > self.first_of(0):
+                    state = self.sum(sums, parts, fragments, ring, state, k_tiles, origin)
+                else:  # the group ends before this warpgroup's rows
+                    state = self.pass_over(ring, state, k_tiles)
             turn = self.epilogue.store(sums, place, bias, turn)
             unit = walk.next(unit, 1)
+
+    @cute.jit
+    def sum(self, sums, parts, fragments, ring, state, k_tiles, origin):
+        """Add up a tile's blocks of k. Returns where the ring then is."""
+        config = self.config
+        if const_expr(config.parts == 1):
+            for _ in cutlass.range(k_tiles, unroll=1):
+                ring.wait_full(state)
+                for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
+                    self.multiply(parts[0], fragments, atom, state.stage)
+                    last = const_expr(atom == config.atoms_per_warpgroup - 1)
+                    self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
+                state = ring.advance(state)
+        else:
+            state = self.sum_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
+        return state
+
+    @cute.jit
+    def pass_over(self, ring, state, k_tiles):
+        """Give back a tile's stages. Returns where the ring then is."""
+        for _ in cutlass.range(k_tiles, unroll=1):
+            ring.wait_full(state)
+            ring.release(state.stage)
+            state = ring.advance(state)
+        return state
 
 
 class Gemm(GroupedGemm):
@@ -191,13 +218,16 @@ class Gemm(GroupedGemm):
         k_tiles: Int32,
         scaling: Scaling,
     ):
-        """As `grouped`'s, without clusters; other warps of the first warpgroup copy scales."""
+        """As `grouped`'s; other warps of the first warpgroup copy scales."""
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        walk = Walk(config, params, offsets, thread % 32, Int32(block), Int32(0))
+        cluster, rank = Int32(block), Int32(0)
+        if const_expr(config.cluster_size > 1):
+            cluster, rank = block // config.cluster_size, block % config.cluster_size
+        walk = Walk(config, params, offsets, thread % 32, cluster, rank)
         if warp_index == 0:
             cpasync.prefetch_descriptor(weights.atom)
             cpasync.prefetch_descriptor(rows[0].atom)
@@ -208,6 +238,9 @@ class Gemm(GroupedGemm):
         if thread == 0:
             ring.make_barriers()
         cute.arch.mbarrier_init_fence()
+        # Nobody waits here, as in `cute_sm90`.
+        if const_expr(config.cluster_size > 1):
+            cute.arch.cluster_arrive_relaxed()
 
         sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
         sB = storage.b.get_tensor(layouts[2][0].outer, swizzle=layouts[2][0].inner)  # (bN, bK, STAGE)
@@ -219,27 +252,41 @@ class Gemm(GroupedGemm):
         started, copying = 32 + config.consumers * WARPGROUP_THREADS, 32 + 32 * config.scale_warps
         if group == 0:
             cute.arch.setmaxregister_decrease(load_registers)
+            if const_expr(config.cluster_size > 1):
+                if warp_index != 0:
+                    cute.arch.cluster_wait()
             if warp_index == 0:
-                cute.arch.sync_warp()
-                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
-                Producer(config, weights, rows, sA, (sB,), ring, Int32(0)).run(walk, k_tiles, scaling.l2_hint)
+                if const_expr(config.cluster_size == 1):
+                    cute.arch.sync_warp()
+                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
+                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
+                producer = Producer(config, weights, rows, sA, (sB,), ring, rank)
+                producer.run(walk, k_tiles, scaling.l2_hint)
             if warp_index >= 1 and warp_index <= config.scale_warps:
-                cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
+                if const_expr(config.cluster_size == 1):
+                    cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
                 own = thread % 32, warp_index - 1
                 ScaleProducer(config, scaling, sScales, ring, *own).run(walk, k_tiles)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
-            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+            if const_expr(config.cluster_size > 1):
+                cute.arch.cluster_wait()
+            else:
+                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
             buffers, buffer = config.consumers * config.epilogue_buffers, config.pitch * config.staged_rows
+            apart = (config.pitch, 1) if const_expr(config.many) else (1, config.pitch)
             sD = storage.d.get_tensor(  # (epiM, epiN, BUFFER)
-                cute.make_layout((MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer))
+                cute.make_layout((MMA_ATOM_M, config.epi_n, buffers), stride=(*apart, buffer))
             )
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
-            epilogue = Epilogue(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
-            released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
-            adding = self.layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
+            way_out = kernel_rows.Epilogue if const_expr(config.many) else Epilogue
+            epilogue = way_out(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
+            released = ring.for_consumer(thread % 32, (rank, Int32(0)))
+            first, adding = (
+                self.layouts.tiled_mma(config.tile_warpgroups, config.wgmma_columns) for _ in range(2)
+            )
+            operands = (sB, sA) if const_expr(config.many) else (sA, sB)
             Consumer(
-                config, self.dtypes.acc, mmas[0], sA, sB, released, epilogue, None, consumer, sScales, own,
+                config, self.dtypes.acc, first, *operands, released, epilogue, None, consumer, sScales, own,
                 adding,
             ).run(walk, k_tiles)  # fmt: skip
