@@ -12,7 +12,7 @@ sequences that attend to 512 tokens. Modes: *backend* times eager calls of the m
 *inductor* the model compiled by Inductor without and with the pass of `tunegemm.enable`, in a CUDA graph
 each. *Merged* is torch alone with q, k and v, and gate and up, as one product each and a compiled gate, as
 serving engines have it; *unguarded*, in mode backend, is the backend without Dynamo's guards on modules
-(docs/guide/layers.md) and without ``dynamic=``; `--with-inductor N` adds the model compiled by Inductor, for
+(docs/guide/layers.md); `--with-inductor N` adds the model compiled by Inductor, for
 up to N rows, to the first two modes. Writes results/GPU/layers.json after each model and number of rows, so
 that it can run in slices.
 """
@@ -319,9 +319,7 @@ def _steps(
         sides["torch"] = _step(x, model)
         if all(isinstance(block, Block) for block in model):
             sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
-        sides["tunegemm"] = _step(
-            x, harness.Compiled(model, torch.compile(model, backend=backend, dynamic=False))
-        )
+        sides["tunegemm"] = _step(x, harness.Compiled(model, torch.compile(model, backend=backend)))
         if mode == "backend":
             # Dynamo keeps one graph for equal backends: `partial` makes another one.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
