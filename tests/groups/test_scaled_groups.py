@@ -211,6 +211,15 @@ def test_a_kernel_of_block_scales_is_bound_once_and_its_failure_is_no_callers(
         tunegemm.refresh()
 
 
+def test_e8m0_block_scales_are_fp32_ones() -> None:
+    words = of_blocks()
+    coarse = {name: words[name].to(torch.float8_e8m0fnu) for name in ("scale_a", "scale_b")}
+    exact = {name: each.float() for name, each in coarse.items()}
+    assert torch.equal(
+        tunegemm.scaled_grouped_mm(**words | coarse), tunegemm.scaled_grouped_mm(**words | exact)
+    )
+
+
 def test_a_policy_that_block_scales_break_is_said(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     """While the one kernel that keeps the order of sums compiles."""
     monkeypatch.setattr(extension, "device_type", lambda: "cpu")

@@ -51,6 +51,19 @@ def test_a_cpu_sums_in_fp32(shape: tuple[int, int, int], out_dtype: torch.dtype)
     torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_e8m0_scales_are_fp32_ones() -> None:
+    a, b, scale_a, scale_b = operands(5, 200, 400)
+    for kinds in ((True, True), (True, False), (False, True)):
+        coarse = [
+            each.to(torch.float8_e8m0fnu) if is_coarse else each
+            for each, is_coarse in zip((scale_a, scale_b), kinds, strict=True)
+        ]
+        exact = [each.float() for each in coarse]
+        assert [each.stride() for each in exact] == [scale_a.stride(), scale_b.stride()]
+        given = tunegemm.scaled_mm(a, b, *coarse, out_dtype=F32)
+        assert torch.equal(given, tunegemm.scaled_mm(a, b, *exact, out_dtype=F32))
+
+
 def test_autocast_leaves_the_fp32_product() -> None:
     given = operands(5, 200, 400)
     with torch.autocast("cpu", dtype=BF16):

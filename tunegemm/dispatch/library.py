@@ -183,6 +183,11 @@ def block_scales(
     return a, b, scale_a, scale_b, value.get("out_dtype")
 
 
+def in_fp32(*scales: torch.Tensor) -> list[torch.Tensor]:
+    """Block scales as kernels read them: E8M0 is converted, exactly and with its strides."""
+    return [each.float() if each.dtype is torch.float8_e8m0fnu else each for each in scales]
+
+
 def _are_plain_recipes(arguments: dict[str, Any]) -> bool:
     """Whether `_scaled_mm_v2` has one scale for each operand, not swizzled."""
     swizzled = any(arguments["swizzle_a"]) or any(arguments["swizzle_b"])

@@ -11,6 +11,7 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.fx import rank
+from tunegemm.dispatch.library import in_fp32
 from tunegemm.errors import ProblemError
 from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel
@@ -39,6 +40,7 @@ def scaled_grouped_mm(
     offs: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     """`tunegemm.scaled_grouped_mm` for scales of blocks. Raises ProblemError for operands that do not fit."""
+    scale_a, scale_b = in_fp32(scale_a, scale_b)
     check(a, b, scale_a, scale_b, offs)
     assert offs is not None
     tensors = a, b, scale_a, scale_b, offs

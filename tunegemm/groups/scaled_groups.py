@@ -33,9 +33,9 @@ def scaled_grouped_mm(
 
     Block scales, which torch does not support: with scale_a fp32 (rows, k / 128) and scale_b fp32 (groups, k
     / 128, n / 128), rounded up, each 1x128 block of a and each 128x128 block of b has its scale, at any
-    strides. The result is bf16, or `out_dtype` rounded from it. Our kernels serve multiples of 8 as n, and
-    lines of k at multiples of 16 bytes. Other operands and other devices are computed in fp32, which waits
-    for `offs`. Raises ProblemError if scales or operands do not fit.
+    strides; each call converts float8_e8m0fnu scales. The result is bf16, or `out_dtype` rounded from it. Our
+    kernels serve multiples of 8 as n, and lines of k at multiples of 16 bytes. Other operands and other
+    devices are computed in fp32, which waits for `offs`. Raises ProblemError if operands do not fit.
 
     With row and column scales, our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and
     bf16 as `out_dtype`: they accumulate in the tensor cores. Torch computes everything else with your

@@ -12,7 +12,7 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.library import block_scales, takes_fp8
+from tunegemm.dispatch.library import block_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, BlockKernel
@@ -97,6 +97,8 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`tunegemm.scaled_mm` for scales other than those of whole operands or of rows and columns."""
     arguments = a, b, scale_a, scale_b
+    if torch.float8_e8m0fnu in (scale_a.dtype, scale_b.dtype) and are_of_blocks(*arguments):
+        arguments = a, b, *in_fp32(scale_a, scale_b)
     if torch.compiler.is_exporting() or all(type(each) in PLAIN for each in arguments):
         check_scales(*arguments)
         if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
@@ -109,9 +111,7 @@ def scaled_mm(
                 # Inductor (torch 2.13) would make C++ of `emulated` that leaves out partial blocks.
                 by: Callable[..., torch.Tensor] = torch.ops.tunegemm.scaled_blocks if is_traced else emulated
                 return by(*arguments, bias, out_dtype)
-    return torch._scaled_mm(
-        a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum
-    )
+    return torch._scaled_mm(*arguments, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
 
 
 def emulated(

@@ -230,9 +230,10 @@ def scaled_mm(
 
     Scales are fp32: one element each; or (m, 1) and (1, n), one for each row of a and column of b; or one for
     each 1x128 of a and each 128x128 of b, (m, k / 128) and (k / 128, n / 128), rounded up and of any strides.
-    torch computes products with other scales. out_dtype: by default the dtype of a; bf16 for int8.
-    use_fast_accum: sums may keep only the 14 bits or so of the tensor cores; otherwise, and always with
-    scales of blocks, every 128 of k are added up in fp32. Sums of int8 products are exact.
+    Each call converts float8_e8m0fnu scales of blocks to fp32. torch computes products with other scales.
+    out_dtype: by default the dtype of a; bf16 for int8. use_fast_accum: sums may keep only the 14 bits or so
+    of the tensor cores; otherwise, and always with scales of blocks, every 128 of k are added up in fp32.
+    Sums of int8 products are exact.
 
     Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and ``scale_rowwise``, and
     ``+bias_n``. Kernels of blocks need no record: they serve float8_e4m3fn on Hopper into bf16, fp16 or fp32.
