@@ -183,9 +183,9 @@ def block_scales(
     return a, b, scale_a, scale_b, value.get("out_dtype")
 
 
-def in_fp32(*scales: torch.Tensor) -> list[torch.Tensor]:
+def in_fp32(scale: torch.Tensor) -> torch.Tensor:
     """Block scales as kernels read them: E8M0 is converted, exactly and with its strides."""
-    return [each.float() if each.dtype is torch.float8_e8m0fnu else each for each in scales]
+    return scale.float() if scale.dtype is torch.float8_e8m0fnu else scale
 
 
 def _are_plain_recipes(arguments: dict[str, Any]) -> bool:

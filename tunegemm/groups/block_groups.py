@@ -40,7 +40,7 @@ def scaled_grouped_mm(
     offs: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     """`tunegemm.scaled_grouped_mm` for scales of blocks. Raises ProblemError for operands that do not fit."""
-    scale_a, scale_b = in_fp32(scale_a, scale_b)
+    scale_a, scale_b = in_fp32(scale_a), in_fp32(scale_b)
     check(a, b, scale_a, scale_b, offs)
     assert offs is not None
     tensors = a, b, scale_a, scale_b, offs
