@@ -9,6 +9,7 @@ concurrent and killed processes leave.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -18,27 +19,35 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import insert
+
 from benchmarks.command import parser_of
 from benchmarks.results import RESULTS, command_line
+from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Device, Fingerprint, device_from_part, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import document_of
+from tunegemm.measure.evidence import FINAL, SCREEN
+from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
+from tunegemm.store.codec import encode_outcome
+from tunegemm.store.models import Base
 from tunegemm.store.schema import FASTEST
 
 OUT = RESULTS / "cpu" / "database.json"
 
 SHAPES, TOOLCHAINS, MEASURED = 5_000, 10, 10
 #: As many as in a screen; every tenth row belongs to a final race.
-_SCREEN_SAMPLES, _FINAL_SAMPLES = 7, 21
+_SAMPLES = {SCREEN: 7, FINAL: 21}
 
 
 def device(part: str = "h200", driver: str = "580.0") -> Device:
@@ -54,127 +63,78 @@ def device(part: str = "h200", driver: str = "580.0") -> Device:
 
 def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measured: int = MEASURED) -> int:
     """Fills a new database; how many measurements it has. Two GPUs, each with `toolchains` fingerprints."""
-    Database.open(path, create=True).close()
+    devices = itertools.product(range(toolchains), ("h200", "h100-sxm"))
+    fingerprints = [device(part, f"580.{number}").fingerprint for number, part in devices]
+    problems = (Problem(16 * (1 + number % 512), 64 * (1 + number // 512), 4096) for number in range(shapes))
+    kernels = range(_VENDORS + 1, _VENDORS + _KERNELS + 1)
+    counts: Counter[str] = Counter()
     chance = random.Random(0)
-    fingerprints = [
-        device(part, f"580.{number}").fingerprint
-        for number in range(toolchains)
-        for part in ("h200", "h100-sxm")
-    ]
-    with closing(sqlite3.connect(path)) as connection, connection:
-        rows: Any = (
-            each.asdict() | {"id": i, "digest": each.digest} for i, each in enumerate(fingerprints, 1)
-        )
-        _insert(connection, "fingerprints", rows)
-        _insert(connection, "candidates", _candidates())
-        rows = (document_of(each) | {"id": i} for i, each in enumerate(_problems(shapes), 1))
-        _insert(connection, "problems", rows)
-        records: list[dict[str, Any]] = []
-        rows = _measurements(chance, shapes, len(fingerprints), measured, records)
-        _insert(connection, "measurements", rows)
-        _insert(connection, "records", records)
-        _insert(connection, "choices", ({name: r[name] for name in _CHOICE} for r in records))
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    return shapes * len(fingerprints) * measured
+    # Drawing all anew takes minutes.
+    pools = {method: [_cells(chance, method) for _ in range(1000)] for method in _SAMPLES}
+    with Database.open(path, create=True) as database, database.writing() as connection:
+
+        def add(table: str, rows: list[dict[str, Any]]) -> None:
+            """Numbers them behind those that are there."""
+            for row in rows:
+                row["id"] = counts[table] = counts[table] + 1
+            connection.execute(insert(Base.metadata.tables[table]), rows)
+
+        add("problems", [document_of(each) for each in problems])
+        add("fingerprints", [{"digest": each.digest, **each.asdict()} for each in fingerprints])
+        add("candidates", [
+            {"digest": each.digest, "family": each.family, "json": each.to_json(), "label": str(each)}
+            for each in map(_candidate, range(_VENDORS + _KERNELS))
+        ])  # fmt: skip
+        chosen = {"policy": FASTEST, "confirmed": True, "measured_by": FINAL, "chosen_at": _DATE}
+        for fingerprint in range(1, len(fingerprints) + 1):
+            rows = [
+                chance.choice(pools[FINAL if position == measured - 1 else SCREEN]) | {
+                    "problem_id": problem, "fingerprint_id": fingerprint, "created_at": _DATE,
+                    "candidate_id": position + 1 if position < 2 else chance.choice(kernels),
+                    "kernel_source": "" if position < 2 else "0123456789abcdef",
+                }
+                for problem in range(1, shapes + 1) for position in range(measured)
+            ]  # fmt: skip
+            add("measurements", rows)
+            finals = [row | chosen | {"measurement_id": row["id"]} for row in rows if row["policy"] == FINAL]
+            for table in ("records", "choices"):
+                columns = Base.metadata.tables[table].columns.keys()
+                add(table, [{name: row[name] for name in columns if name != "id"} for row in finals])
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return counts["measurements"]
 
 
-_CHOICE = ("id", "problem_id", "fingerprint_id", "policy", "measurement_id", "confirmed", "chosen_at")
+_DATE = datetime(2026, 1, 1, tzinfo=UTC)
 _KERNELS, _VENDORS = 2_000, 10
 
 
-def _problems(shapes: int) -> Iterator[Problem]:
-    for number in range(shapes):
-        yield Problem(16 * (1 + number % 512), 64 * (1 + number // 512), 4096)
-
-
-def _candidates() -> Iterator[dict[str, Any]]:
-    for key in range(1, _KERNELS + _VENDORS + 1):
-        algorithm = "torch.mm" if key == 1 else f"heuristic-{key}"
-        candidate = Candidate.make("cublaslt", {"algorithm": algorithm})
-        if key > _VENDORS:
-            candidate = Candidate.make(
-                "cute_sm90",
-                {"tile_m": 128, "tile_n": 8 * (key % 32 + 1), "tile_k": 64, "stages": 4, "cluster_m": 2,
-                 "cluster_n": 1, "pingpong": bool(key % 2), "epilogue_n": 32, "swap_ab": False},
-                {"raster_order": "along_m", "swizzle_size": 1 << key % 4, "max_active_clusters": key,
-                 "split_k": 1},
-            )  # fmt: skip
-        yield {
-            "id": key, "digest": candidate.digest, "family": candidate.family, "json": candidate.to_json(),
-            "label": candidate.params.get("algorithm", f"pp128x{8 * (key % 32 + 1)}x64 s4 c2x1 e32 rm {key}"),
-        }  # fmt: skip
-
-
-def _measurements(
-    chance: random.Random, shapes: int, fingerprints: int, measured: int, records: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Rows of realistic sizes; also fills the records."""
-    evidence = json.dumps(
-        {"aa_ratio": 1.0021334, "interleaved": 32, "l2_bytes": 62914560, "operand_bytes": 402653184,
-         "operand_sets": 4, "power_w_before": 512.331, "products_per_replay": 13, "rounds": 7, "seed": 0,
-         "sm_clock_mhz_before": 1755.0, "temperature_c_before": 51.0},
-        sort_keys=True, separators=(",", ":"),
+def _candidate(number: int) -> Candidate:
+    """The vendor's come first."""
+    if number < _VENDORS:
+        return Candidate.make("cublaslt", {"algorithm": f"heuristic-{number}" if number else "torch.mm"})
+    return Candidate.make(
+        "cute_sm90",
+        {"tile_m": 128, "tile_n": 8 * (number % 32 + 1), "tile_k": 64, "stages": 4, "cluster_m": 2,
+         "cluster_n": 1, "pingpong": bool(number % 2), "epilogue_n": 32, "swap_ab": False},
+        {"raster_order": "along_m", "swizzle_size": 1 << number % 4, "max_active_clusters": number,
+         "split_k": 1},
     )  # fmt: skip
-    start, key = datetime(2026, 1, 1, tzinfo=UTC), 0
-    for fingerprint in range(1, fingerprints + 1):
-        for problem in range(1, shapes + 1):
-            best: dict[str, Any] = {}
-            for position in range(measured):
-                key += 1
-                final = position == measured - 1
-                vendor = position < 2
-                candidate = position + 1 if vendor else _VENDORS + 1 + (key * 7) % _KERNELS
-                samples, baseline, ratio = _samples(chance, _FINAL_SAMPLES if final else _SCREEN_SAMPLES)
-                row = {
-                    "id": key, "problem_id": problem, "candidate_id": candidate,
-                    "fingerprint_id": fingerprint, "kernel_source": "" if vendor else "0123456789abcdef",
-                    "origin": "", "policy": "final" if final else "screen",
-                    "samples_us": samples, "baseline_us": baseline,
-                    "median_us": 100.0 / ratio, "baseline_median_us": 100.0, "ratio": ratio, "spread": 0.004,
-                    "baseline_spread": 0.003, "noise": 0.005, "relative_error": 0.0017,
-                    "sm_clock_mhz": 1755.0, "power_w": 612.5, "temperature_c": 55.0,
-                    "throttle_reasons": '["sw_power_cap"]',
-                    "evidence": evidence, "registers": 168, "spill_bytes": 0, "smem_bytes": 213016,
-                    "warnings": "[]", "compile_seconds": 1.25,
-                    "created_at": (start + timedelta(seconds=key)).isoformat(timespec="microseconds"),
-                }  # fmt: skip
-                if final or not best or ratio > best["ratio"]:
-                    best = row
-                yield row
-            records.append(
-                {"id": len(records) + 1, "problem_id": problem, "fingerprint_id": fingerprint,
-                 "policy": FASTEST, "measurement_id": best["id"], "confirmed": True,
-                 "measured_by": best["policy"], "chosen_at": best["created_at"]}
-                | {name: best[name] for name in ("candidate_id", "ratio", "kernel_source")}
-            )  # fmt: skip
 
 
-_POOL: dict[int, list[tuple[str, str, float]]] = {}
-
-
-def _samples(chance: random.Random, count: int) -> tuple[str, str, float]:
-    """One of a thousand pairs of sample lists as JSON, and its ratio; drawing all anew takes minutes."""
-    if count not in _POOL:
-        draws = []
-        for _ in range(1000):
-            ratio = chance.uniform(0.8, 1.15)
-            baseline = [100 * chance.gauss(1, 0.003) for _ in range(count)]
-            own = [value / ratio * chance.gauss(1, 0.003) for value in baseline]
-            median = statistics.median(b / s for b, s in zip(baseline, own, strict=True))
-            first, second = (json.dumps(values, separators=(",", ":")) for values in (own, baseline))
-            draws.append((first, second, median))
-        _POOL[count] = draws
-    return chance.choice(_POOL[count])
-
-
-def _insert(connection: sqlite3.Connection, table: str, rows: Any) -> None:
-    iterator = iter(rows)
-    first = next(iterator)
-    names = list(first)
-    statement = f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    connection.execute(statement, list(first.values()))
-    connection.executemany(statement, ([row[name] for name in names] for row in iterator))
+def _cells(chance: random.Random, method: str) -> dict[str, Any]:
+    """Of a measurement by chance, of a realistic size."""
+    ratio = chance.uniform(0.8, 1.15)
+    baseline = tuple(100 * chance.gauss(1, 0.003) for _ in range(_SAMPLES[method]))
+    own = tuple(value / ratio * chance.gauss(1, 0.003) for value in baseline)
+    telemetry = {
+        "sm_clock_mhz": 1755.0, "power_w": 612.5, "temperature_c": 55.0, "throttle_reasons": ["sw_power_cap"],
+        "aa_ratio": 1.0021334, "interleaved": 32, "l2_bytes": 62914560, "operand_bytes": 402653184,
+        "operand_sets": 4, "power_w_before": 512.331, "products_per_replay": 13, "rounds": 7, "seed": 0,
+        "sm_clock_mhz_before": 1755.0, "temperature_c_before": 51.0,
+    }  # fmt: skip
+    outcome = Measurement(_candidate(_VENDORS), own, baseline, 0.0017, 0.005, telemetry)
+    return encode_outcome(outcome, Resources(168, 0, 213016, (), 1.25), method)
 
 
 def scale(path: Path) -> list[dict[str, Any]]:
