@@ -25,11 +25,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+import tunegemm
 from benchmarks.command import command, parser_of
+from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, problem_fields
+from tunegemm.choose.policies import Preference
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmWarning
+from tunegemm.generate.cublaslt.eager import torch_mm
+from tunegemm.measure.backend import CudaBackend
+from tunegemm.measure.operands import make_operands, torch_dtype
 
 METHOD = (
     "records and kernels as shipped; operands as candidates are measured with; the rows of M in 1..300 and "
@@ -73,8 +81,6 @@ def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where bits differ."""
-    from tunegemm.measure.backend import CudaBackend
-
     parser = parser_of("benchmarks.batch_invariance", __doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES), help="NxK,...; default: %(default)s")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
@@ -140,11 +146,7 @@ def product(problem: Problem) -> Callable[..., Any]:
 @functools.cache
 def _product(text: str, out_dtype: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The call, and the same compiled once for all extents."""
-    import torch
-
-    import tunegemm
-
-    dtype = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[out_dtype])
+    dtype = torch_dtype(out_dtype)
     torch._dynamo.config.recompile_limit = 64  # all kinds, and an M of 1 of each, are of one line of code
 
     def call(a: Any, b: Any, *operands: Any) -> Any:
@@ -166,11 +168,6 @@ def compare(
 
     rows: M to try eagerly; sampled: those in CUDA graphs and compiled code.
     """
-    import torch
-
-    import tunegemm
-    from tunegemm.measure.operands import make_operands
-
     made = make_operands(problem, torch.device("cuda"), 0)
     call, compiled = _product(problem.epilogue, problem.out_dtype)
     kinds = [operand.kind for operand in problem.fused.operands]
@@ -214,15 +211,9 @@ def compare(
 
 def timed(problem: Problem, device: Device, backend: Any, rounds: int) -> dict[str, Any]:
     """The policy's speed beside `fastest`, torch's own operations and the Triton kernel."""
-    from benchmarks.interleave import interleave
-    from tunegemm.choose.policies import Preference
-    from tunegemm.generate.cublaslt.eager import torch_mm
-
     call = product(problem)
 
     def under(prefer: Preference) -> Callable[..., Any]:
-        import tunegemm
-
         def run(a: Any, b: Any, out: Any, *operands: Any) -> Any:
             with tunegemm.policy(prefer):
                 return call(a, b, *operands)

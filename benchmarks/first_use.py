@@ -37,10 +37,16 @@ from benchmarks.batch_invariance import of_kind, product
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, problem_fields
+from tunegemm.choose.selection import select
+from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.launchers import find_object
 from tunegemm.errors import ArtifactError, TunegemmWarning
 from tunegemm.generate.cublaslt.eager import torch_mm
+from tunegemm.measure.backend import CudaBackend
+from tunegemm.store.shipped import read_shipped
+from tunegemm.torch.functions import matmul
 
 METHOD = (
     "tunegemm.matmul(out=) and torch.mm(out=) in one CUDA graph each over operand sets that together pass 3x "
@@ -94,8 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(device: Device, options: argparse.Namespace) -> None:
     """Times all products, writes each row immediately and prints a line for each kind."""
-    from tunegemm.measure.backend import CudaBackend
-
     method = METHOD.format(rounds=options.rounds, turns=options.turns)
     name = "first_use_kinds.json" if options.kinds else "first_use.json"
     results = Results.of(options.out, device, name, method)
@@ -129,8 +133,6 @@ def run(device: Device, options: argparse.Namespace) -> None:
 
 def shipped(device: Device) -> list[Problem]:
     """The bf16 products of one matrix each that have a shipped record of this GPU."""
-    from tunegemm.store.shipped import read_shipped
-
     records = [record for record in read_shipped()[0] if record.fingerprint.device_name == device.name]
     results = {record.problem for record in records if record.problem == Problem.parse(record.problem.shape)}
     return sorted(results)
@@ -164,11 +166,6 @@ def measure(
     problem: Problem, listed: bool, device: Device, backend: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The row of one product."""
-    from tunegemm.choose.selection import select
-    from tunegemm.choose.snapshot import read_snapshot
-    from tunegemm.dispatch.launchers import find_object
-    from tunegemm.torch.functions import matmul
-
     selection = select(read_snapshot(), problem, device)
     why, served = selection.why, False
     if selection.options:

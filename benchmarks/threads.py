@@ -25,13 +25,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import tunegemm
 from benchmarks.command import command, parser_of
 from benchmarks.dispatch import host_times, place
-from benchmarks.results import Results, meta, results_path
+from benchmarks.results import Results
+from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
+from tunegemm.dispatch import api
+from tunegemm.dispatch.dispatcher import Dispatcher
+from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmError
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import FAMILY, is_torch
+from tunegemm.groups import grouped
+from tunegemm.store.record import Record
 
 THREADS = 8
 #: Calls of a thread between two comparisons.
@@ -116,8 +127,6 @@ def cases(device: Device) -> list[Case]:
 
 def _of_library(problem: Problem, device: Device) -> list[Case]:
     """cuBLASLt's first algorithm without k splits, and the first of each way that it has to add them."""
-    from tunegemm.generate.cublaslt import FAMILY, is_torch
-
     result: dict[str, Candidate] = {}
     for candidate in FAMILY.discover(problem, device):
         if is_torch(candidate):
@@ -128,28 +137,25 @@ def _of_library(problem: Problem, device: Device) -> list[Case]:
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> int | None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result was wrong."""
     parser = parser_of("benchmarks.threads", __doc__)
     parser.add_argument("--calls", type=int, default=1_000_000, help="of all rows together, at least")
     options = parser.parse_args(arguments)
     device = find_device(options.device)
-    results = Results(results_path(options.out, device, "threads.json"), meta(device, METHOD))
+    results = Results.of(options.out, device, "threads.json", METHOD)
     with tempfile.TemporaryDirectory(prefix="tunegemm-") as folder:
         place(Path(folder))
-        wrong = run(device, options.calls, results)
-    return 1 if wrong else 0
+        return int(run(device, options.calls, results) > 0)
 
 
 def run(device: Device, calls: int, results: Results) -> int:
     """Writes the rows; how many results were wrong."""
-    import torch
-
     compiled = cases(device)
     for case in compiled:
         prepare(case, device)
     settings = [(streams, captures) for streams in (1, 4) for captures in (False, True)]
-    rows, total = [], 0
+    results.rows = []
     trials: list[Trial] = [Product(case, device) for case in compiled]
     trials += [Groups(product, extents, device) for product, *extents in GROUPS]
     each = -(-calls // (len(trials) * len(settings) * THREADS * AT_ONCE)) * AT_ONCE
@@ -166,24 +172,17 @@ def run(device: Device, calls: int, results: Results) -> int:
                 "reduction": trial.reduction, "threads": THREADS, "streams": streams, "captures": captures,
                 "calls": each * THREADS, "wrong": wrong, "host_us": host_us,
             }  # fmt: skip
-            total += wrong
-            rows.append(row)
-            name = f"{trial.family} {trial.reduction}"
-            print(
-                f"{name}, {streams} streams, captures {captures}: {wrong} wrong of {each * THREADS}",
-                flush=True,
-            )
-    results.rows = []
-    results.summary = {"calls": sum(row["calls"] for row in rows), "wrong": total}
-    results.put(*rows)
+            results.rows.append(row)
+            name = f"{trial.family} {trial.reduction}, {streams} streams, captures {captures}"
+            print(f"{name}: {wrong} wrong of {each * THREADS}", flush=True)
+    results.summary = {name: sum(row[name] for row in results.rows) for name in ("calls", "wrong")}
+    results.put()
     print(results.summary)
-    return total
+    return int(results.summary["wrong"])
 
 
 def prepare(case: Case, device: Device) -> None:
     """Compiles a case's kernel into the user's store."""
-    import tunegemm
-
     operation = tunegemm.Operation(case.problem, case.candidate, device)
     verdict = operation.can_implement()
     if not verdict:
@@ -226,8 +225,6 @@ class Trial:
 
     def wrong(self, calls: int, streams: int, captures: bool) -> int:
         """Wrong results among so many calls of each thread, and among those of concurrent graphs."""
-        import torch
-
         made = [torch.cuda.Stream(self._place) for _ in range(streams)] if streams > 1 else [None]
         counted = torch.zeros(THREADS + 1, dtype=torch.int64, device=self._place)
         torch.cuda.synchronize()
@@ -297,16 +294,6 @@ class Product(Trial):
     """A kernel of a product, served alone: it launches every product of its problem."""
 
     def __init__(self, case: Case, device: Device) -> None:
-        import torch
-
-        import tunegemm
-        from tunegemm.choose.snapshot import Snapshot
-        from tunegemm.dispatch import api
-        from tunegemm.dispatch.dispatcher import Dispatcher
-        from tunegemm.dispatch.planning import Planner
-        from tunegemm.generate import families
-        from tunegemm.store.record import Record
-
         m, n, k = case.problem.m, case.problem.n, case.problem.k
         label = families.get(case.family).label(case.candidate)
         super().__init__(case.family, case.reduction, label, {"m": m, "n": n, "k": k}, device)
@@ -315,7 +302,6 @@ class Product(Trial):
             case.problem, case.candidate, device.fingerprint, ratio=1.2, confirmed=True, kernel_source=source
         )
         self._dispatcher = Dispatcher(Planner(read=lambda: Snapshot([record])))
-        self._serve_by, self._multiply = api.serve_by, tunegemm.matmul
         self.serve()
         made: dict[str, Any] = {"dtype": torch.bfloat16, "device": self._place}
         torch.manual_seed(0)
@@ -325,13 +311,13 @@ class Product(Trial):
         self._check_served()
 
     def serve(self) -> None:
-        self._serve_by(self._dispatcher)
+        api.serve_by(self._dispatcher)
 
     def call(self) -> Any:
         return self._dispatcher.matmul(self._inputs[0], self._weight.t())
 
     def _product(self, x: Any) -> Any:
-        return self._multiply(x, self._weight.t())
+        return tunegemm.matmul(x, self._weight.t())
 
     def _check_served(self) -> None:
         plans = self._dispatcher.planner.state.plans.values()
@@ -350,10 +336,6 @@ class Groups(Trial):
     """A product of groups by the kernel that the shipped table names for it."""
 
     def __init__(self, product: str, extents: Sequence[int], device: Device) -> None:
-        import torch
-
-        from tunegemm.groups import grouped
-
         rows, groups, n, k = extents
         super().__init__("grouped", product, "", {"m": rows, "n": n, "k": k, "batch": groups}, device)
         self._gate = "swiglu" if product == "gate" else ""
