@@ -96,22 +96,6 @@ def search(data: Data) -> list[str]:
     return [table_of(data["strategies"], columns)]
 
 
-#: The explorers after the model's first candidates, by their names in the replay.
-_EXPLORERS = {"model": "none: the model's next", "own": "our process", "gp": "`GPSampler`"}
-
-
-@of_file("../explorers.json", machine=False)
-def explorers(data: Data) -> list[str]:
-    """By recorded sweeps, the regret after 64 candidates of each explorer and the CPU time of its asks."""
-    rows = [item for item in data["strategies"] if item["of"] in ("all", "h100-drawn")]
-    columns: Columns = {
-        "sweeps": "{of}", "explorer": lambda item: _EXPLORERS[item["strategy"]], "replays": "{replays}",
-        "mean": "{mean_64:.2%}", "90th percentile": "{ninth_64:.2%}",
-        "CPU of a suggestion": lambda item: f"{item['ask_ms']:.0f} ms" if "ask_ms" in item else "",
-    }  # fmt: skip
-    return [table_of(rows, columns)]
-
-
 @of_file("first_use.json")
 def first_use(data: Data) -> list[str]:
     """The gains of an installed package with nothing tuned: shipped products, and others."""
