@@ -31,6 +31,7 @@ import tunegemm
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, problem_fields
+from benchmarks.shapes import LISTED
 from tunegemm.choose.policies import Preference
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -54,10 +55,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
     "gelu": {"epilogue": "bias_n+gelu_tanh"},
     "swiglu": {"epilogue": "swiglu"},
 }
-SHAPES = (
-    "4096x4096", "6144x4096", "4096x14336", "28672x4096", "8192x8192", "7168x2048", "2112x7168", "1024x4096",
-    "5120x3072", "3072x5120", "512x2048", "1536x7168",
-)  # fmt: skip
 LARGEST, MORE = 16384, 40
 EVERY = range(1, 301)
 #: M for CUDA graphs and compiled code, too, and M to time.
@@ -82,7 +79,11 @@ def larger(count: int = MORE, largest: int = LARGEST) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where bits differ."""
     parser = parser_of("benchmarks.batch_invariance", __doc__)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="NxK,...; default: %(default)s")
+    parser.add_argument(
+        "--shapes",
+        default=",".join(LISTED["shapes"]["batch_invariance"]),
+        help="NxK,...; default: %(default)s",
+    )
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: %(default)s")
     parser.add_argument("--timed", default=",".join(map(str, TIMED)), help="M,...; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds per timing")

@@ -12,24 +12,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.command import add_names, command, parser_of
+from benchmarks.interleave import METHOD
 from benchmarks.peers import compared
+from benchmarks.providers import Contender, Options, Provider, family_best
 from benchmarks.results import Results
+from benchmarks.shapes import LISTED
 from benchmarks.tables import programs
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-
-if TYPE_CHECKING:
-    from benchmarks.providers import Provider
-    from tunegemm.describe.device import Device
-
-#: Squares, DeepSeek-V3's projections, and of Llama-3-8B QKV, the output at decode and gate with up.
-SHAPES = (
-    "8192x8192x8192", "4096x4096x4096", "4096x7168x2048", "128x7168x16384", "4096x2112x7168", "512x6144x4096",
-    "64x4096x4096", "4096x28672x4096",
-)  # fmt: skip
+from tunegemm.generate.cublaslt.eager import torch_mm
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import Tuner
 
 #: Input dtype, accumulation, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed, tf32;
 #: `torch._scaled_mm` with two scales or one for each row and column, with fast accumulation or without;
@@ -47,26 +42,21 @@ KINDS = {
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    from benchmarks.interleave import METHOD
-    from benchmarks.providers import Contender, Options, family_best
-    from tunegemm.generate.cublaslt.eager import torch_mm
-    from tunegemm.store import Database
-    from tunegemm.tuning.tuner import Tuner
-
     parser = parser_of("benchmarks.dtypes", __doc__)
     add_names(parser, "dtypes", KINDS)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the eight)")
+    parser.add_argument(
+        "--shapes", default=",".join(LISTED["shapes"]["dtypes"]), help="MxNxK,... (default: eight)"
+    )
     parser.add_argument("--trials", type=int, default=32, help="candidates per product (default: 32)")
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per product")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
     options = parser.parse_args(arguments)
     problems = [_problem(name, shape) for name in options.dtypes for shape in options.shapes.split(",")]
     device = find_device(options.device)
-
-    def eager(problem: Problem, _: Device, __: Options) -> list[Contender]:
-        return [Contender(torch_mm(problem))]
-
-    known: dict[str, Provider] = {"torch": eager, "tunegemm_cute": family_best("cute_sm90")}
+    known: dict[str, Provider] = {
+        "torch": lambda problem, *_: [Contender(torch_mm(problem))],
+        "tunegemm_cute": family_best("cute_sm90"),
+    }
     results = Results.of(options.out, device, "dtypes.json", METHOD)
     with (
         Database.open(options.db, create=True) as database,

@@ -27,6 +27,7 @@ from benchmarks.command import add_names, command, parser_of
 from benchmarks.graphs import Graph, begin, timed_ms, within
 from benchmarks.harness import error_of
 from benchmarks.results import Results, report
+from benchmarks.shapes import LISTED
 from tunegemm.engines import transformers as integration
 
 METHOD = (
@@ -38,11 +39,7 @@ METHOD = (
     "vLLM's fused_experts, of its tables' Triton kernels, to ours, in a graph"
 )
 #: Experts, of a token, hidden, inner; the class of the layer in transformers.
-MODELS = {
-    "Mixtral-8x7B": (8, 2, 4096, 14336, "mixtral.modeling_mixtral.MixtralExperts"),
-    "Qwen3-30B-A3B": (128, 8, 2048, 768, "qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts"),
-    "gpt-oss-20b": (32, 4, 2880, 2880, "gpt_oss.modeling_gpt_oss.GptOssExperts"),
-}
+MODELS = LISTED["expert_layers"]
 TOKENS = ("1", "16", "64", "256", "4096")
 _DRAWS = 6
 _STEADY_TOKENS = 1024

@@ -40,6 +40,7 @@ from benchmarks.command import add_names, command, parser_of
 from benchmarks.graphs import Graph, Side, begin, in_rounds, within
 from benchmarks.harness import error_of, ratio_of
 from benchmarks.results import Results, report
+from benchmarks.shapes import LISTED
 from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
 from tunegemm.generate import along_k
@@ -60,28 +61,8 @@ METHOD = (
     "share_of_bound: of the larger of two times, of the bytes of the experts that are used at what copies "
     "reach, and of flops at 720 Tflop/s, of fp8 twice that"
 )
-#: Experts, hidden, inner, rows of a token in models' layers; by TP inner is divided, by EP experts and rows.
-MODELS = {
-    "mixtral": (8, 4096, 14336, 2),
-    "qwen3-30b": (128, 2048, 768, 8),
-    "deepseek-v3": (32, 7168, 2048, 1),  # EP 8
-    "mixtral-tp4": (8, 4096, 3584, 2),
-    "qwen3-30b-ep8": (16, 2048, 768, 1),
-    "qwen3-235b": (128, 4096, 1536, 8),
-    "qwen3-235b-tp4": (128, 4096, 384, 8),
-    "deepseek-v3-tp8": (256, 7168, 256, 8),
-    "gpt-oss-20b": (32, 2880, 2880, 4),
-    "gpt-oss-120b": (128, 2880, 2880, 4),
-    "glm-4.5-air": (128, 4096, 1408, 8),
-    "glm-4.5-ep8": (20, 5120, 1536, 1),
-}
-#: The same for models that the choices of db/grouped.toml exclude, to show how well these generalise.
-UNLISTED_MODELS = {
-    "mixtral-8x22b": (8, 6144, 16384, 2),
-    "olmoe": (64, 2048, 1024, 8),
-    "deepseek-v2-lite": (64, 2048, 1408, 6),
-    "llama4-scout-tp2": (16, 5120, 4096, 1),
-}
+#: Experts, hidden, inner, rows of a token.
+MODELS, UNLISTED_MODELS = LISTED["experts"], LISTED["unlisted_experts"]
 
 
 def layers_of(models: Mapping[str, tuple[int, int, int, int]]) -> dict[str, tuple[int, int, int]]:

@@ -25,6 +25,7 @@ from benchmarks.command import add_names, command, parser_of
 from benchmarks.graphs import Side, begin, race, within
 from benchmarks.harness import error_of
 from benchmarks.results import Results, report
+from benchmarks.shapes import LISTED
 from tunegemm.describe.device import Device
 from tunegemm.generate import joined
 from tunegemm.generate.grouped.config import GroupedConfig
@@ -41,14 +42,7 @@ METHOD = (
     "interleaved. ratio, ratio_to_merged, ratio_to_today: to the chosen kernel; best: the fastest kernel"
 )
 #: K; rows of q, k and v; whether they have biases; rows of gate.
-MODELS = {
-    "Llama-3-8B": (4096, (4096, 1024, 1024), False, 14336),
-    "Llama-3.2-3B": (3072, (3072, 1024, 1024), False, 8192),
-    "Mistral-Nemo": (5120, (4096, 1024, 1024), False, 14336),
-    "Qwen2.5-7B": (3584, (3584, 512, 512), True, 18944),
-    "Qwen3-32B": (5120, (8192, 1024, 1024), False, 25600),
-    "Llama-3-70B-TP8": (8192, (1024, 128, 128), False, 3584),
-}
+MODELS = LISTED["joined"]
 ROWS = ("1", "16", "64", "256", "1024", "4096")
 _STEADY_ROWS = 1024
 _TURN_MS = 24.0
@@ -74,7 +68,7 @@ class Case(NamedTuple):
 
     @property
     def ns(self) -> tuple[int, ...]:
-        return (MODELS[self.model][3],) * 2 if self.gate else MODELS[self.model][1]
+        return (MODELS[self.model][3],) * 2 if self.gate else tuple(MODELS[self.model][1])
 
     @property
     def bias(self) -> bool:

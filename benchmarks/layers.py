@@ -41,6 +41,7 @@ from benchmarks.command import add_names, command
 from benchmarks.graphs import within
 from benchmarks.harness import Step
 from benchmarks.results import report
+from benchmarks.shapes import LISTED
 from tunegemm.errors import BadValueError, one_line
 from tunegemm.layers.backend import tunegemm as backend
 
@@ -71,18 +72,7 @@ class Size:
     activation: str = "silu"
 
 
-SIZES = {
-    "llama-3-8b": Size(4096, 14336, 32, 8),
-    "llama-3-70b-tp8": Size(8192, 3584, 8, 1),
-    "qwen3-32b": Size(5120, 25600, 64, 8),
-    "gemma-2-9b": Size(3584, 14336, 16, 8, 256, "gelu_tanh"),
-    "mixtral-attention": Size(4096, 0, 32, 8),
-    # Not in the lists behind records, kernels or predictions.
-    "llama-3.2-3b-whole": Size(3072, 8192, 24, 8),
-    "mistral-nemo-12b-whole": Size(5120, 14336, 32, 8),
-    "granite-3.3-8b": Size(4096, 12800, 32, 8),
-    "olmo-2-13b-whole": Size(5120, 13824, 40, 40),
-}
+SIZES = {name: Size(*facts) for name, facts in LISTED["layers"].items()}
 #: Tokens of a prompt, and sequences that are decoded.
 ROWS = ("d1", "d16", "d64", "256", "1024", "4096")
 
@@ -197,12 +187,8 @@ class Whole(nn.Module):
     def __init__(self, block: Block) -> None:
         super().__init__()
         assert isinstance(block.attention, Attention) and isinstance(block.mlp, MLP)
-        self.attention, self.act, self.n1, self.n2 = (
-            block.attention,
-            block.mlp.act,
-            block.before,
-            block.between,
-        )
+        self.attention, self.act = block.attention, block.mlp.act
+        self.n1, self.n2 = block.before, block.between
         self.q, self.k, self.v = block.attention.q_proj, block.attention.k_proj, block.attention.v_proj
         self.o, self.gate, self.up = block.attention.o_proj, block.mlp.gate_proj, block.mlp.up_proj
         self.down = block.mlp.down_proj

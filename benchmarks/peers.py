@@ -16,33 +16,29 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks import shapes
+from benchmarks import providers, shapes
 from benchmarks.command import chosen, command, parser_of
+from benchmarks.interleave import METHOD, interleave
+from benchmarks.providers import Contender, Options, Provider, Skip, is_settled
 from benchmarks.results import Results, problem_fields
-from benchmarks.tables.peers import providers
+from benchmarks.tables import peers as tables
 from benchmarks.tables.reading import shape_of
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.generate.families import kernel_source_hash
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from benchmarks.providers import Options, Provider
-    from tunegemm.measure.backend import Backend
-    from tunegemm.tuning.tuner import Tuner
+from tunegemm.measure.backend import Backend, CudaBackend
+from tunegemm.store import Database
+from tunegemm.tuning.tuner import Tuner
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
-    from benchmarks.interleave import METHOD
-    from benchmarks.providers import PROVIDERS, Options
-
     parser = parser_of("benchmarks.peers", __doc__)
     parser.add_argument(
         "--shapes", action="append", default=[], help="a group, MxNxK or a regular expression"
@@ -55,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     problems = shapes.select(options.shapes)
     device = find_device(options.device)
-    peers = chosen(options.peers, tuple(PROVIDERS), "peers") if options.peers else PROVIDERS
-    names = list(dict.fromkeys(["torch", *peers]))
+    known = tuple(providers.PROVIDERS)
+    names = list(dict.fromkeys(["torch", *chosen(options.peers or ",".join(known), known, "peers")]))
     if options.rounds < 3:
         raise ProblemError(f"--rounds {options.rounds}: at least 3, and 15 for figures to keep")
     if options.db is not None:
@@ -65,12 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         tuner = None
         if options.tune:
-            from tunegemm.store import Database
-            from tunegemm.tuning.tuner import Tuner
-
-            tuner = stack.enter_context(
-                Tuner(device, stack.enter_context(Database.open(options.db, create=True)))
-            )
+            database = stack.enter_context(Database.open(options.db, create=True))
+            tuner = stack.enter_context(Tuner(device, database))
         settings = Options(options.tune_cap, options.db)
         for row in compared(problems, device, names, settings, options.rounds, tuner):
             if row["tune_seconds"] is None and (old := results.find(row)) is not None:
@@ -88,9 +80,6 @@ def compared(
 
     known: the providers by name, including torch.
     """
-    from benchmarks.providers import is_settled
-    from tunegemm.measure.backend import CudaBackend
-
     backend = CudaBackend(device)
     backend.open()
     for index, problem in enumerate(problems):
@@ -111,7 +100,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
     reasons.
     """
     names = dict.fromkeys(name for row in rows for name in row["providers"] if name != "torch")
-    yield from filter(None, providers(rows, tuple(names)))
+    yield from filter(None, tables.providers(rows, tuple(names)))
     skipped: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for name, got in row["providers"].items():
@@ -129,14 +118,11 @@ def measure(
     """The row of one problem, without its tuning time. known: the providers by name. durations: those of the
     interleave that differ from its defaults.
     """
-    from benchmarks.interleave import interleave
-    from benchmarks.providers import PROVIDERS, Contender, Skip
-
     timed_of: dict[str, dict[str, Any]] = {}
     contenders: dict[str, dict[str, Contender]] = {}
     for name in names:
         try:
-            all_of = (PROVIDERS if known is None else known)[name](problem, device, settings)
+            all_of = (known or providers.PROVIDERS)[name](problem, device, settings)
             contenders[name] = {f"{name} {number}": each for number, each in enumerate(all_of)}
         except Skip as skip:
             timed_of[name] = {"skipped": str(skip)}

@@ -16,37 +16,30 @@ import functools
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import Any
 
 from benchmarks.command import command, parser_of
+from benchmarks.graphs import within
+from benchmarks.interleave import METHOD as INTERLEAVE
+from benchmarks.interleave import interleave
+from benchmarks.peers import measure
+from benchmarks.providers import PROVIDERS, Contender, Options, Provider, of_library
 from benchmarks.results import Results, geometric_mean
+from benchmarks.shapes import LISTED
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import FAMILY, library
+from tunegemm.measure.backend import CudaBackend
 from tunegemm.model import rank as model
 from tunegemm.tuning.kernels import Kernels
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from benchmarks.providers import Contender, Provider
-    from tunegemm.compile.pool import CompileResult
-    from tunegemm.measure.backend import CudaBackend
-
 GENERATORS = ("triton", "cute_sm80")
-#: Squares, projections of Llama-3-8B and 70B at prefill and decode, DeepSeek-V3's, tails of waves; then lines
-#: that are not whole vectors: odd K, odd N, strides that TMA rejects.
-SHAPES = (
-    "4096x4096x4096", "8192x8192x8192", "2048x2048x2048", "1024x1024x1024", "512x512x512", "256x256x16384",
-    "4096x6144x4096", "4096x4096x14336", "4096x28672x4096", "2048x6144x4096", "512x6144x4096",
-    "512x4096x14336", "128x6144x4096", "128x28672x4096", "64x4096x4096", "16x6144x4096", "16x28672x4096",
-    "1x4096x4096", "4096x2112x7168", "128x7168x16384", "4096x7168x2048", "2000x1000x4096",
-    "8448x9216x256", "1024x1024x65536", "512x10240x8192", "64x57344x8192",
-    "4096x4096x4095", "4096x4096x4097", "1024x1024x1001", "2048x2047x2048", "4097x4095x1001",
-    "512x6144x4095", "128x6144x4099", "64x4096x4093", "16x4096x4101", "4096x4098x4096", "1000x1002x1002",
-    "333x777x555", "8192x1001x1001", "256x32001x4096",
-)  # fmt: skip
+SHAPES = tuple(LISTED["shapes"]["portable"])
 #: Samples of a product's first race, by which the best of each family are chosen, and of the second.
 _FIRST: dict[str, Any] = {"rounds": 5, "turn_ms": 0.0, "settle_s": 0.1}
 _ROUNDS = 9
@@ -59,12 +52,6 @@ METHOD = "the best of each family by an interleave of five rounds, in which all 
 @command
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """1 where a kernel was wrong."""
-    from benchmarks.graphs import within
-    from benchmarks.interleave import METHOD as INTERLEAVE
-    from tunegemm.compile.artifacts import ArtifactStore
-    from tunegemm.compile.pool import CompilePool
-    from tunegemm.measure.backend import CudaBackend
-
     parser = parser_of("benchmarks.portable", __doc__)
     parser.add_argument("--seconds", type=float, default=140.0, help="no new product after (%(default)g)")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="MxNxK,... (default: the forty)")
@@ -110,10 +97,6 @@ def raced(
     problem: Problem, device: Device, backend: CudaBackend, objects: Mapping[Candidate, CompileResult]
 ) -> dict[str, Any]:
     """The row of a product: the best of each family, timed beside torch.mm; and the faulty kernels."""
-    from benchmarks.interleave import interleave
-    from benchmarks.peers import measure
-    from benchmarks.providers import PROVIDERS, Contender, Options
-
     options = Options(0.0, None)
     contenders: dict[str, list[Contender]] = {"torch": PROVIDERS["torch"](problem, device, options)}
     wrong: list[str] = []
@@ -141,9 +124,6 @@ def raced(
 
 def algorithms(problem: Problem, device: Device) -> list[Contender]:
     """The library's algorithms: those of its heuristic, and one of each id that it accepts."""
-    from benchmarks.providers import of_library
-    from tunegemm.generate.cublaslt import FAMILY, library
-
     named = FAMILY.discover(problem, device)
     if len(named) > 1:  # the library has algorithms for such operands
         named += library.one_of_each_id(problem, device.index, _WORKSPACE_BYTES)

@@ -6,11 +6,14 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 
 FILE = Path(__file__).with_name("shapes.toml")
+#: What else benchmarks time by default: products, and sizes of models.
+LISTED: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("listed.toml").read_text())
 _KEYS = {"about", "shapes", "m", "n_k", "dtype", "layout"}
 
 

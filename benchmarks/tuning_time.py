@@ -24,18 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import shapes
 from benchmarks.command import command, parser_of
 from benchmarks.results import Results, own_environment, problem_fields, report
+from benchmarks.shapes import LISTED, select
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
-
-#: At the power cap of an H200, then below it.
-SHAPES = (
-    "4096x4096x4096", "8192x8192x8192", "2048x8192x3584", "3072x3072x3072", "4096x1024x4096",
-    "1024x1024x1024", "16x4096x4096", "128x7168x16384", "64x24576x1536",
-)  # fmt: skip
 
 METHOD = "wall time of processes of their own, quick; see benchmarks/tuning_time.py"
 
@@ -92,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.tuning_time", __doc__)
     parser.add_argument("--shapes", action="append", default=[], help="a group, MxNxK or pattern")
     options = parser.parse_args(arguments)
-    problems = shapes.select(options.shapes) if options.shapes else [Problem.parse(s) for s in SHAPES]
+    problems = (
+        select(options.shapes) if options.shapes else [*map(Problem.parse, LISTED["shapes"]["tuning_time"])]
+    )
     device = find_device(options.device)
     results = Results.of(options.out, device, "tuning_time.json", METHOD)
     report(results, (timed(problem, device) for problem in problems), json.dumps)

@@ -11,11 +11,7 @@ from benchmarks.tables.reading import BASELINE, Data, Row, markdown_table, of_fi
 #: Columns of the tables of providers, beside torch.mm.
 MAIN = ("cublaslt", "quack", "inductor", "tunegemm_cute", "tunegemm")
 ODD = ("cublaslt", "inductor", "cute_sm80", "tunegemm")
-#: The products of the README's table, and its columns.
-SUMMARY = (
-    "16x4096x4096", "128x7168x16384", "512x6144x4096", "1024x1024x1024", "8448x9216x256", "4096x4096x4096",
-    "4096x28672x4096", "8192x8192x8192",
-)  # fmt: skip
+#: Columns of the README's table.
 _SUMMED = ("cublaslt", "quack", "inductor", "tunegemm")
 #: What a user could pick instead.
 PEERS = (BASELINE, "cublaslt", "quack", "inductor")
@@ -49,7 +45,7 @@ def summary(data: Data) -> list[str]:
     names = [name for name in _SUMMED if any(name in each for each in result.values())]
     lines = [
         [shape, *(f"{result[shape][n]:.2f}" if n in result[shape] else "" for n in names)]
-        for shape in SUMMARY if shape in result
+        for shape in shapes.LISTED["shapes"]["summary"] if shape in result
     ]  # fmt: skip
     means = ["*geometric mean*", *(_mean(result.values(), name) for name in names)]
     own = {shape: item["tunegemm"] for shape, item in result.items() if "tunegemm" in item}
