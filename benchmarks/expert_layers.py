@@ -15,7 +15,7 @@ import importlib
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -125,13 +125,6 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     }  # fmt: skip
 
 
-def _brief(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x {row['best_peer']}, "
-        f"eager {row['eager_ratio']:.3f}, vLLM {row.get('vllm_ratio', '-')}; {row['us']} {row['eager_us']}"
-    )
-
-
 @command
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -156,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 made = {name: layer_of(name)}  # replaces the previous one
             yield measure(name, made[name], tokens, options.rounds, vllm)
 
-    return int(report(results, rows(), _brief, ("ratio",)) > 0)
+    return int(report(results, rows(), ratios=("ratio", "eager_ratio")) > 0)
 
 
 if __name__ == "__main__":

@@ -475,17 +475,6 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
         yield case.make(kept[name], rows, skew, 3 * device.l2_bytes, kind, name), skew
 
 
-def _brief(row: Mapping[str, Any]) -> str:
-    text = (
-        f"{row['groups']}x{row['n']}x{row['k']} {row['dtype']} {row['layout']} {row['epilogue']} "
-        f"{row['rows']} {row['skew']}: torch {row['torch_us']:.1f} us, "
-        f"{row['ratio']:.3f} x torch, {row['ratio_to_best_peer']:.3f} x {row['best_peer']}, "
-        f"{row['share_of_bound']:.2f} of the bound ({row['kernel']})"
-    )
-    best = sorted((us, name) for name, us in row.get("us", {}).items() if "torch" not in name)[:4]
-    return " | ".join([text, *(f"{name} {us:.1f}" for us, name in best)])
-
-
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
@@ -524,7 +513,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for kind in options.kinds
         for case, skew in cases(kind, options, device)
     )
-    return int(report(results, rows, _brief, ("ratio", "ratio_to_best_peer", "share_of_bound")) > 0)
+    return int(report(results, rows, ratios=("ratio", "ratio_to_best_peer", "share_of_bound")) > 0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.model.joined import Listed, candidates, choose
 from tunegemm.store import packs
-from tunegemm.store.provided import Provided, provide_joined
+from tunegemm.store.provided import provide_joined
 
 METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
@@ -100,18 +101,17 @@ class Weights:
         self.interleaved = [tunegemm.interleave(*each) for each in self.apart] if case.gate else self.merged
 
 
-def kernel_of(listed: Listed, provided: list[Provided]) -> JoinedKernel | None:
+_compiled = cache(provide_joined)
+
+
+def kernel_of(listed: Listed) -> JoinedKernel | None:
     """A kernel, compiled where it does not ship; None where it cannot be compiled."""
     key = joined.kernel_key(listed.choice.config)
-    artifact = packs.find(key)
-    if artifact is None:
-        if not provided:
-            provided.append(provide_joined())
-        artifact = provided[0].of(key)
+    artifact = packs.find(key) or _compiled().of(key)
     return None if artifact is None else JoinedKernel.load(listed.choice.config, artifact.path)
 
 
-def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provided]) -> dict[str, Side]:
+def sides_of(case: Case, weights: Weights, device: Device) -> dict[str, Side]:
     """The timed sides, by name; each takes the number of a set of weights."""
     a = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
     n, apart, merged, interleaved = case.ns[0], weights.apart, weights.merged, weights.interleaved
@@ -137,7 +137,7 @@ def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provid
         timed = case.rows <= _MOST_FEW if few else case.rows >= _LEAST_MANY
         if not timed or not each.fits(case.rows, case.ns[:1] if case.gate else case.ns):
             continue
-        if (kernel := kernel_of(each, provided)) is None:
+        if (kernel := kernel_of(each)) is None:
             continue
         launches = [
             kernel.bound(a, own, out, weights.biases, device=device, **each.choice.words) for own in apart
@@ -151,12 +151,12 @@ def sides_of(case: Case, weights: Weights, device: Device, provided: list[Provid
     return result
 
 
-def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -> dict[str, Any]:
+def measure(case: Case, device: Device, rounds: int) -> dict[str, Any]:
     """A row."""
     each_bytes = sum(case.ns) * case.k * 2
     sets = 1 if case.rows >= _STEADY_ROWS else max(1, math.ceil(3 * device.l2_bytes / each_bytes))
     weights = Weights(case, sets)
-    sides = sides_of(case, weights, device, provided)
+    sides = sides_of(case, weights, device)
     choice = choose(case.rows, case.ns, case.k, gate=case.gate, bias=case.bias, gpu=device.name)
     chosen = "" if choice is None else choice.name
     parts = sides["separate"](0)
@@ -178,15 +178,6 @@ def measure(case: Case, device: Device, provided: list[Provided], rounds: int) -
     }  # fmt: skip
 
 
-def _brief(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['model']} {row['rows']}: {row['ratio']:.3f} x separate, "
-        f"{row['ratio_to_merged']:.3f} x merged, {row['ratio_to_today']:.3f} x today by {row['chosen']}, "
-        f"best {row['best']} {row['best_to_chosen']:.3f} x that, {row['gbs']} GB/s, "
-        f"{row['tflops']} Tflop/s; {row['us']}"
-    )
-
-
 @command
 @torch.no_grad()
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -204,9 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for gate in ("", "swiglu")
     ]
     cases.sort(key=lambda case: results.find(case.named) is not None)
-    provided: list[Provided] = []
-    rows = (measure(case, device, provided, options.rounds) for case in within(options.seconds, cases))
-    return int(report(results, rows, _brief, ("ratio", "ratio_to_merged", "ratio_to_today")) > 0)
+    rows = (measure(case, device, options.rounds) for case in within(options.seconds, cases))
+    return int(report(results, rows, ratios=("ratio", "ratio_to_merged", "ratio_to_today")) > 0)
 
 
 if __name__ == "__main__":

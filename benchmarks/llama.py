@@ -27,7 +27,7 @@ import torch
 
 import tunegemm
 from benchmarks import harness
-from benchmarks.clients import Size, build, tokens_of
+from benchmarks.clients import Size, build, prefill, tokens_of
 from benchmarks.command import add_names, command
 from benchmarks.graphs import within
 from benchmarks.harness import Step
@@ -47,14 +47,7 @@ PROMPT, NEW_TOKENS = 128, 32
 
 def forward(tokens: int, model: Any, size: Size, place: torch.device) -> Step:
     """One prompt; the logits of its last token."""
-    ids = tokens_of((1, tokens), size, place)
-
-    def step() -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-            return logits
-
-    return step
+    return prefill(model, dataclasses.replace(size, prompt=tokens), place)
 
 
 def generate(sequences: int, model: Any, size: Size, place: torch.device) -> Step:

@@ -175,8 +175,13 @@ def _read(path: Path) -> dict[str, Any]:
         raise ResultsError(f"{path}: not a result file ({error}); give another --out, or remove it") from None
 
 
+def told(row: Mapping[str, Any]) -> str:
+    """A row in one line: its words and numbers."""
+    return ", ".join(f"{name} {value}" for name, value in row.items() if isinstance(value, str | int | float))
+
+
 def report(
-    results: Results | None, rows: Iterable[dict[str, Any]], brief: Callable[[dict[str, Any]], str],
+    results: Results | None, rows: Iterable[dict[str, Any]], brief: Callable[[dict[str, Any]], str] = told,
     ratios: Sequence[str] = (),
 ) -> int:  # fmt: skip
     """Writes each row as it comes, if there is a file, and prints it, then the mean of these of its fields.

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     device = find_device(options.device)
     results = Results.of(options.out, device, "tuning_time.json", METHOD)
-    report(results, (timed(problem, device) for problem in problems), json.dumps)
+    report(results, (timed(problem, device) for problem in problems))
 
 
 def timed(problem: Problem, device: Device) -> dict[str, Any]:

@@ -15,16 +15,20 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy
 
 from tunegemm.errors import TunegemmError
 
@@ -51,22 +55,18 @@ SAMPLE_SECONDS = 0.25
 START_SECONDS = 240.0
 WORK_SECONDS = 120.0
 
-#: vLLM's scale of weights per channel and of activations per token, as checkpoints have them.
+
+def _scheme(strategy: str, *, dynamic: bool) -> dict[str, Any]:
+    """vLLM's scale of weights per channel and of activations per token, as checkpoints have them."""
+    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": dynamic}
+
+
 FP8 = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True,
-            },
-        }
-    },
-    "ignore": ["lm_head"],
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": _scheme("channel", dynamic=False),
+        "input_activations": _scheme("token", dynamic=True),
+    }},
 }  # fmt: skip
 
 
@@ -195,8 +195,6 @@ def _live(
     except EOFError:
         pass
     except BaseException as error:
-        import traceback
-
         traceback.print_exc()
         pipe.send((False, f"{type(error).__name__}: {error}".splitlines()[0][:300]))
 
@@ -244,8 +242,6 @@ def fill(model: Any) -> None:
 
 
 def prompts_of(count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
-    import random
-
     source = random.Random(seed)
     return [{"prompt_token_ids": source.choices(range(10, 128000), k=length)} for _ in range(count)]
 
@@ -317,8 +313,6 @@ def logits(llm: Any, tokens: int, others: int = 0) -> list[tuple[int, bytes]]:
 
     others: prompts of different lengths that run beside it.
     """
-    import numpy
-
     prompts = prompts_of(1, 64, 1234) + [prompts_of(1, 16 + i % 64, i)[0] for i in range(others)]
     parameters = [sampling(tokens, logprobs=-1)] + [sampling(tokens) for _ in range(others)]
     output = llm.generate(prompts, parameters, use_tqdm=False)[0].outputs[0]
