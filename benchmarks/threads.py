@@ -34,7 +34,7 @@ from benchmarks.results import Results
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate, Value
+from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.planning import Planner
@@ -42,6 +42,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import FAMILY, is_torch
 from tunegemm.groups import grouped
+from tunegemm.report.explain import candidate_of
 from tunegemm.store.record import Record
 
 THREADS = 8
@@ -54,35 +55,27 @@ METHOD = (
     "a bit differs from the product of its operands computed alone"
 )
 
-_CUTE: dict[str, Value] = {
-    "schedule": "cooperative", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 6, "cluster_m": 1,
-    "cluster_n": 1, "epi_n": 32, "swap_ab": False, "tile_scheduler": "static",
-}  # fmt: skip
-_CUTE_LAUNCH: dict[str, Value] = {
-    "raster_order": "along_m", "swizzle_size": 1, "ctas": "all", "split_k": 1, "reduction": "pairs",
-    "l2_hint": "none", "cluster_order": "index",
-}  # fmt: skip
-_STREAMED: dict[str, Value] = {"tile_scheduler": "stream_k", "tile_m": 128, "stages": 5}
-_SKINNY: dict[str, Value] = {
-    "tile_m": 8, "tile_n": 16, "tile_k": 512, "warps_n": 1, "warps_k": 8, "stages": 4, "vector_bytes": 16,
-    "ctas_per_sm": 1,
-}  # fmt: skip
-_GLUON: dict[str, Value] = {
-    "schedule": "multistage", "tile_m": 64, "tile_n": 128, "tile_k": 64, "stages": 6, "warps": 4,
-    "instr_n": 256, "lhs_in_registers": False, "occupancy": 1, "swap_ab": False,
-}  # fmt: skip
-_TRITON: dict[str, Value] = {
-    "schedule": "pipelined", "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 4, "warps": 4, "epi_n": 64,
-    "swap_ab": False,
-}  # fmt: skip
-_PORTABLE: dict[str, Value] = {
-    "tile_m": 64, "tile_n": 64, "tile_k": 64, "stages": 3, "warps": 4, "vector_bytes": 16, "store_bytes": 16,
-}  # fmt: skip
-_SM80: dict[str, Value] = {
-    "tile_m": 64, "tile_n": 64, "tile_k": 32, "stages": 4, "warps_m": 2, "warps_n": 2, "atoms_n": 2,
-    "smem_swizzle": 2, "vector_bytes": 16, "ctas_per_sm": 1, "acc_dtype": "fp32",
-}  # fmt: skip
-_ORDER: dict[str, Value] = {"raster_order": "along_m", "swizzle_size": 1, "ctas": "all"}
+SMALL, FEW, WIDE = Problem(64, 512, 2048), Problem(8, 512, 4096), Problem(640, 1024, 1024)
+_CUTE = "cute_sm90,tile_n=64,stages=6,epi_n=32"
+_STREAMED = "cute_sm90,tile_m=128,tile_n=64,stages=5,epi_n=32,tile_scheduler=stream_k"
+_SKINNY = "skinny,tile_k=512,warps_k=8,stages=4,vector_bytes=16,ctas=all"
+_GLUON = "gluon_wgmma,schedule=multistage,tile_n=128,stages=6"
+_TRITON = "triton_tma,tile_n=64,stages=4,epi_n=64"
+_PORTABLE = "triton,tile_m=64,tile_n=64,tile_k=64,stages=3,ctas=all"
+_SM80 = "cute_sm80,tile_m=64,tile_n=64,stages=4,warps_m=2,warps_n=2,smem_swizzle=2,ctas=all"
+#: Kernels as `tunegemm explain` takes them, and how the sums of their k splits meet.
+KERNELS = (
+    ("none", SMALL, _CUTE),
+    ("pairs", SMALL, f"{_CUTE},split_k=4"),
+    ("second_kernel", SMALL, f"{_CUTE},split_k=4,reduction=second_kernel"),
+    ("stream_k pairs", WIDE, _STREAMED),
+    ("stream_k second_kernel", WIDE, f"{_STREAMED},reduction=second_kernel"),
+    ("none", FEW, _SKINNY),
+    ("last_cta", FEW, f"{_SKINNY},split_k=2"),
+    ("none", SMALL, _GLUON),
+    *((way, SMALL, kernel + more) for kernel in (_TRITON, _PORTABLE, _SM80)
+      for way, more in (("none", ""), ("last_cta", ",split_k=4"))),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -99,29 +92,8 @@ def cases(device: Device) -> list[Case]:
     """One kernel of each family and way to add k splits; for the library, the algorithms that it returns
     here.
     """
-    small, few, wide = Problem(64, 512, 2048), Problem(8, 512, 4096), Problem(640, 1024, 1024)
-    listed: list[tuple[str, str, Problem, dict[str, Value], dict[str, Value]]] = [
-        ("cute_sm90", "none", small, _CUTE, _CUTE_LAUNCH),
-        ("cute_sm90", "pairs", small, _CUTE, _CUTE_LAUNCH | {"split_k": 4}),
-        ("cute_sm90", "second_kernel", small, _CUTE,
-         _CUTE_LAUNCH | {"split_k": 4, "reduction": "second_kernel"}),
-        ("cute_sm90", "stream_k pairs", wide, _CUTE | _STREAMED, _CUTE_LAUNCH),
-        ("cute_sm90", "stream_k second_kernel", wide, _CUTE | _STREAMED,
-         _CUTE_LAUNCH | {"reduction": "second_kernel"}),
-        ("skinny", "none", few, _SKINNY, {"ctas": "all", "split_k": 1}),
-        ("skinny", "last_cta", few, _SKINNY, {"ctas": "all", "split_k": 2}),
-        ("gluon_wgmma", "none", small, _GLUON, _ORDER),
-        ("triton_tma", "none", small, _TRITON, _ORDER | {"split_k": 1}),
-        ("triton_tma", "last_cta", small, _TRITON, _ORDER | {"split_k": 4}),
-        ("triton", "none", small, _PORTABLE, _ORDER | {"split_k": 1}),
-        ("triton", "last_cta", small, _PORTABLE, _ORDER | {"split_k": 4}),
-        ("cute_sm80", "none", small, _SM80, _ORDER | {"split_k": 1}),
-        ("cute_sm80", "last_cta", small, _SM80, _ORDER | {"split_k": 4}),
-    ]  # fmt: skip
-    made = [
-        Case(family, reduction, problem, Candidate.make(family, kernel, launch))
-        for family, reduction, problem, kernel, launch in listed
-    ]
+    kernels = [(reduction, problem, candidate_of(text)) for reduction, problem, text in KERNELS]
+    made = [Case(each.family, reduction, problem, each) for reduction, problem, each in kernels]
     return made + _of_library(Problem(128, 576, 7168), device)
 
 
