@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import sys
 import time
 import warnings
@@ -30,7 +29,7 @@ import torch
 import tunegemm
 from benchmarks.command import command, parser_of
 from benchmarks.interleave import interleave
-from benchmarks.results import Results, geometric_mean, problem_fields
+from benchmarks.results import Results, geometric_mean, problem_fields, report
 from benchmarks.shapes import LISTED
 from tunegemm.choose.policies import Preference
 from tunegemm.describe.device import Device, find_device
@@ -107,23 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         differing = sum(map(len, result.values()))
         different += differing
         seconds = time.monotonic() - begun
-        rows = []
-        for m in map(int, options.timed.split(",")):
-            row = problem_fields(replace(problem, m=m)) | {"epilogue": problem.epilogue or "none"}
-            row |= {"differing": differing, "differing_m": {mode: ms[:12] for mode, ms in result.items()}}
-            row |= {"triton_differing": triton, "warnings": len(said)}
-            rows.append(row | timed(replace(problem, m=m), device, backend, options.rounds))
+        shared = {"epilogue": problem.epilogue or "none", "differing": differing,
+                  "differing_m": {mode: ms[:12] for mode, ms in result.items()},
+                  "triton_differing": triton, "warnings": len(said)}  # fmt: skip
+        timings = [replace(problem, m=int(m)) for m in options.timed.split(",")]
+        rows = [
+            problem_fields(each) | shared | timed(each, device, backend, options.rounds) for each in timings
+        ]
         left_out.remove(str(problem))
-        results.put(*rows)
+        report(results, rows)
         backend.release()
-        ratios = "; ".join(
-            f"{row['ratio_to_fastest']:.3f} of fastest, {row['ratio_to_torch']:.3f} of torch, "
-            f"{row['ratio_to_triton'] or math.nan:.3f} of Triton"
-            for row in rows
-        )
-        print(f"{problem}: {differing} differ, {len(said)} warnings, {seconds:.1f} s; {ratios}", flush=True)
-        for line in filter(None, [*said[:1], *dict.fromkeys(row["triton_skipped"] for row in rows)]):
-            print(f"  {line}", flush=True)
+        print(f"{problem}: {differing} differ, {seconds:.1f} s;", *said[:1], flush=True)
     results.summary = summed(results.rows) | {"left_out": left_out}
     results.put()
     print(results.summary, f"\nwritten: {results.path}")

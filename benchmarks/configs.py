@@ -9,13 +9,14 @@ For a rejected config the message. Needs no GPU.
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import pandas
 
 from benchmarks.command import command, parser_of
 from tunegemm.describe.workload.engines import shapes
@@ -48,10 +49,7 @@ def rows(engine: str = "vllm") -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.configs", __doc__, gpu=False)
     parser.add_argument("engine", nargs="?", default="vllm", choices=("vllm", "sglang", "transformers"))
-    table = list(rows(parser.parse_args(arguments).engine))
-    writer = csv.DictWriter(sys.stdout, table[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(table)
+    pandas.DataFrame(rows(parser.parse_args(arguments).engine)).to_csv(sys.stdout, index=False)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import torch
 from benchmarks.batch_invariance import KINDS as OTHERS
 from benchmarks.batch_invariance import of_kind, product
 from benchmarks.command import command, parser_of
+from benchmarks.graphs import within
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, problem_fields
 from tunegemm.choose.selection import select
@@ -109,25 +110,17 @@ def run(device: Device, options: argparse.Namespace) -> None:
     groups = {"listed": some(shipped(device), options.listed, options.seed), "unseen": unseen}
     if options.kinds:
         groups = {name: [_of_kind(problem, name) for problem in unseen] for name in options.kinds.split(",")}
+    of_each = (zip(groups, each, strict=True) for each in itertools.zip_longest(*groups.values()))
+    products = [(name, problem) for name, problem in itertools.chain.from_iterable(of_each) if problem]
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in groups}
-    begun = time.monotonic()
-    for of_each in itertools.zip_longest(*groups.values()):
-        for name, problem in zip(groups, of_each, strict=True):
-            if problem is not None and time.monotonic() - begun < options.within:
-                rows[name].append(measure(problem, name == "listed", device, backend, options))
-                results.put(rows[name][-1])
-    for name, problems in groups.items():
-        ratios = [row["ratio"] for row in rows[name]]
-        if len(ratios) < len(problems):
-            print(f"{name}: no time is left for {len(problems) - len(ratios)} of {len(problems)} products")
-        if ratios:
-            served = sum(row["served"] for row in rows[name])
-            below = sum(ratio < 0.99 for ratio in ratios)
-            print(
-                f"{name}: {len(ratios)} products, {served} served, geometric mean "
-                f"{geometric_mean(ratios):.4f} of torch.mm, worst {min(ratios):.4f}, {below} under 0.99",
-                flush=True,
-            )
+    for name, problem in within(options.within, products):
+        rows[name].append(measure(problem, name == "listed", device, backend, options))
+        results.put(rows[name][-1])
+    for name, timed in rows.items():
+        if ratios := [row["ratio"] for row in timed]:
+            served, below = sum(row["served"] for row in timed), sum(ratio < 0.99 for ratio in ratios)
+            means = f"geometric mean {geometric_mean(ratios):.4f} of torch.mm, worst {min(ratios):.4f}"
+            print(f"{name}: {len(ratios)} products, {served} served, {means}, {below} under 0.99")
     print(f"written: {results.path}")
 
 
