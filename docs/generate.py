@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import operator
 import os
 import re
@@ -25,7 +26,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.tables.gains import gains
-from benchmarks.tables.gpus import gpus, parts
 from benchmarks.tables.peers import even_rows, peers, peers_odd, summary
 from benchmarks.tables.programs import (
     batch_invariance,
@@ -38,7 +38,6 @@ from benchmarks.tables.programs import (
     dtypes,
     expert_layers,
     experts,
-    experts_served,
     first_use,
     first_use_kinds,
     layers,
@@ -48,7 +47,11 @@ from benchmarks.tables.programs import (
     tuning_time,
     vllm,
 )
-from benchmarks.tables.reading import DocsError, load, markdown_table
+from benchmarks.tables.reading import DocsError, Row, groups_of, load, markdown_table, table_of
+from tunegemm.describe.architectures import ALIASES, ARCHITECTURES, PARTS, Architecture
+from tunegemm.describe.device import find_device
+from tunegemm.generate import families
+from tunegemm.model.grouped import choose
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -188,7 +191,6 @@ def sample(_: Path) -> str:
 def labels(_: Path) -> str:
     """Which word of a kernel's label stands for which parameter: one is changed at a time."""
     from tunegemm.describe.space import Candidate
-    from tunegemm.generate import families
 
     parts = []
     for name in families.NAMES:
@@ -221,6 +223,68 @@ def labels(_: Path) -> str:
         head = [f"## {name}", "", f"Such as `{whole}`.", "", "| parameter | words, and what they stand for |"]
         parts.append("\n".join([*head, "|---|---|", *rows]))
     return "\n\n".join(parts)
+
+
+#: Architectures on which the project itself has measured.
+_RUN_ON = {(9, 0): "H100, H200"}
+
+
+def gpus(results: Path) -> str:
+    """A row for each architecture."""
+    data = load(results.parent, "compiled.json")
+    counts = groups_of(data["rows"] if data else (), lambda row: row["architecture"])
+    by_proxy = any((folder / "portable.json").exists() for folder in results.parent.iterdir())
+    not_measured = "by proxy: the same source on a Hopper" if by_proxy else "no"
+    return table_of(ARCHITECTURES.values(), {
+        "": lambda each: each.short_name, "generation": lambda each: each.name,
+        "shared memory": lambda each: f"{each.smem_bytes_per_block // 1024} KiB",
+        "has": lambda each: ", ".join(each.instructions) or "none of these", "families": _families_of,
+        "compiled without it": lambda each: _counted(counts.get(each.short_name, [])),
+        "run": lambda each: _RUN_ON.get(each.capability, not_measured),
+    })  # fmt: skip
+
+
+def _families_of(architecture: Architecture) -> str:
+    part = next(name for name, part in PARTS.items() if part.capability == architecture.capability)
+    return ", ".join(f"`{name}`" for name in families.of_device(find_device(part)))
+
+
+def _counted(rows: list[Row]) -> str:
+    counts = "{family} ({version}) {clean} of {kernels}"
+    return "; ".join(counts.format_map(row) for row in rows if row["kernels"]) or "not counted"
+
+
+def parts(_: Path) -> str:
+    """A row for each part that `model:NAME` knows."""
+    named = {name: [alias for alias, whole in ALIASES.items() if whole == name] for name in PARTS}
+    return table_of([{"name": name, "part": part} for name, part in PARTS.items()], {
+        "name": lambda row: ", ".join(f"`{item}`" for item in (row["name"], *named[row["name"]])),
+        "as CUDA reports it": "{part.device_name}",
+        "": lambda row: ARCHITECTURES[row["part"].capability].short_name, "SMs": "{part.sm_count}",
+        "bf16, TFLOP/s": "{part.peak_tflops:g}", "GB/s": "{part.bandwidth_gbps:g}",
+        "ridge point, FLOP/B":
+            lambda row: f"{row['part'].peak_tflops * 1e3 / row['part'].bandwidth_gbps:.0f}",
+        "source": "{part.source}", "compared": lambda row: row["part"].compared or "none",
+    })  # fmt: skip
+
+
+def experts_served(_: Path) -> str:
+    """What db/grouped.toml chooses of each kind, at a point of each band of rows a group, K, and GPU."""
+    at = {"to 12": 8, "to 64": 32, "to 256": 128, "to 1023": 512, "more": 2048}
+    columns = {"NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "other Hoppers"}
+    kinds: dict[str, dict[str, Any]] = {
+        "bf16": {}, "with swiglu": {"gate": "swiglu"}, "n-major": {"major": "n"}, "fp16": {"dtype": "fp16"},
+        "fp8": {"dtype": "fp8_e4m3"},
+    }  # fmt: skip
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for (kind, words), k, gpu in itertools.product(kinds.items(), (2048, 7168), columns):
+        counts = {rows: min(32, 16384 // rows) for rows in at.values()}
+        results = [choose(count, 4096, k, count * rows, gpu=gpu, **words) for rows, count in counts.items()]
+        labels = [each.label.split() if each else ["torch's"] for each in results]
+        tiles = [f"{each[0]} drawn" if "drawn" in each else each[0] for each in labels]
+        lines.setdefault((kind, "more" if k > 3072 else "to 3072", *tiles), []).append(columns[gpu])
+    header = ["product", "K", *(f"rows a group {word}" for word in at), "on"]
+    return markdown_table(header, [[*line, " and ".join(gpus)] for line, gpus in lines.items()])
 
 
 #: What fills each block, given the folder of the result files.

@@ -25,7 +25,6 @@ from benchmarks.tables.reading import (
     shape_of,
     table_of,
 )
-from tunegemm.model.grouped import choose
 from tunegemm.report.text import counted
 
 #: `at_cap` of rows; peers do not say.
@@ -149,25 +148,6 @@ def _kind(row: Row) -> str:
     """Of a row of experts.json."""
     named = "n-major" if row.get("layout") == "nn" else row.get("epilogue", "") or "plain"
     return " ".join(word for word in (row["dtype"], named) if word != "bf16")
-
-
-def experts_served(_: Path) -> str:
-    """What db/grouped.toml chooses of each kind, at a point of each band of rows a group, K, and GPU."""
-    at = {"to 12": 8, "to 64": 32, "to 256": 128, "to 1023": 512, "more": 2048}
-    columns = {"NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "other Hoppers"}
-    kinds: dict[str, dict[str, Any]] = {
-        "bf16": {}, "with swiglu": {"gate": "swiglu"}, "n-major": {"major": "n"}, "fp16": {"dtype": "fp16"},
-        "fp8": {"dtype": "fp8_e4m3"},
-    }  # fmt: skip
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for (kind, words), k, gpu in itertools.product(kinds.items(), (2048, 7168), columns):
-        counts = {rows: min(32, 16384 // rows) for rows in at.values()}
-        results = [choose(count, 4096, k, count * rows, gpu=gpu, **words) for rows, count in counts.items()]
-        labels = [each.label.split() if each else ["torch's"] for each in results]
-        tiles = [f"{each[0]} drawn" if "drawn" in each else each[0] for each in labels]
-        lines.setdefault((kind, "more" if k > 3072 else "to 3072", *tiles), []).append(columns[gpu])
-    header = ["product", "K", *(f"rows a group {word}" for word in at), "on"]
-    return markdown_table(header, [[*line, " and ".join(gpus)] for line, gpus in lines.items()])
 
 
 @of_file("expert_layers.json")
