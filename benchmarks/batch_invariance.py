@@ -1,16 +1,10 @@
 """Policy `batch_invariant`: tests whether a row's bits depend on the number of rows, and measures the cost.
 
-    python -m benchmarks.batch_invariance                       # by the kernels that ship with the records
-    python -m benchmarks.batch_invariance --kinds bf16 --shapes 4096x4096 --budget-s 30 --out /tmp/look
-    python -m benchmarks.batch_invariance --kinds fp8,gelu      # a slice: its rows go into the same file
+    python -m benchmarks.batch_invariance --kinds fp8,gelu  # a slice: its rows go into the same file
 
-For each N x K, dtype and epilogue the first M rows are multiplied alone and compared, bit by bit, with the
-same rows of the largest batch: for every M up to 300 and 40 larger ones. Some of these M are captured in CUDA
-graphs and computed by compiled code as well. Then few M are timed beside the policy `fastest`, torch and
-a Triton kernel written for the same purpose (`benchmarks.fixed_tiles`). Writes
-results/GPU/batch_invariance.json, a row `{m, n, k, dtype, epilogue, differing, ratio_to_fastest,
-ratio_to_torch, ratio_to_triton}` for each timed M; `differing` counts over all M and modes of its N x K,
-dtype and epilogue.
+The first M rows are multiplied alone and compared, bit by bit, with the same rows of the largest batch, as
+METHOD says; the Triton kernel is that of `benchmarks.fixed_tiles`. Writes results/GPU/batch_invariance.json,
+a row for each timed M; its `differing` counts over all M and modes of its N x K, dtype and epilogue.
 """
 
 from __future__ import annotations

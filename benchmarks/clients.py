@@ -4,12 +4,10 @@
     TUNEGEMM_DB=FILE python -m benchmarks.clients --model 1B --workloads train  # clients_training.json
     python -m benchmarks.clients --device cpu --tiny              # without a GPU: the results alone, no times
 
-The layers are those of an 8B model, or all of a 1B model, with random weights; nothing is downloaded. Prefill
-is one prompt of 4096 tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of context,
-train one step of AdamW on 4096 tokens or `--sequences` of them. Each runs eagerly, in a CUDA graph of the
-eager code, and under torch.compile. Rows say whether products were `tuned` for them, into the database that
-TUNEGEMM_DB names, and how many of them a kernel has `served` by then.
-Writes results/GPU/clients.json after each workload, so that it can run in slices.
+Prefill is one prompt of 4096 tokens, decode one token for each of 1 to 256 sequences behind 512 tokens of
+context, train one step of AdamW on 4096 tokens or `--sequences` of them. Rows say whether products were
+`tuned` for them, into the database that TUNEGEMM_DB names, and how many of them a kernel has `served` by
+then. Writes results/GPU/clients.json after each workload, so that it can run in slices.
 """
 
 from __future__ import annotations

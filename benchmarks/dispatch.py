@@ -2,12 +2,9 @@
 
     python -m benchmarks.dispatch
 
-Tunes a product so small that the GPU never keeps the host waiting, its batch of four, half its M and three
-fused products of it into a temporary database and object store, calls torch and tunegemm alternately, and
-writes results/GPU/dispatch.json: a row `{call, torch_us, tunegemm_us, ratio}` for each call, last those that
-find no kernel, `ratio_to_torch_mm` of the first, `worst_fall_back` of the last without those under `enable`,
-and from processes of their own (`benchmarks.first_call`) `import_ms` beyond torch, `first_call_ms` with
-`records` in the database and its parts, warm and cold, and `bytes_per_record`.
+Tunes a product so small that the GPU never keeps the host waiting, and its relatives, into a temporary
+database. Writes results/GPU/dispatch.json: a row `{call, torch_us, tunegemm_us, ratio}` for each call, last
+those that find no kernel, and what processes of their own tell (`benchmarks.first_call`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Times layers of experts of transformers' models: `tunegemm.experts` beside transformers' own methods.
 
-    python -m benchmarks.expert_layers              # all models and numbers of tokens: a minute
-    python -m benchmarks.expert_layers --tokens 16  # some of them
+    python -m benchmarks.expert_layers --tokens 16
     python -m benchmarks.expert_layers --vllm       # beside vLLM's Triton method, too, if vLLM is installed
 
-One layer of each model, with random weights of its size and a random router. Needs transformers. A row has
-the time of a CUDA graph's replay (`us`), as when servers decode, and of eager calls (`eager_us`), as in a
-program that calls the model. Writes results/GPU/expert_layers.json after each row.
+A row has the time of a CUDA graph's replay (`us`), as when servers decode, and of eager calls (`eager_us`),
+as in a program that calls the model. Needs transformers. Writes results/GPU/expert_layers.json after each
+row.
 """
 
 from __future__ import annotations

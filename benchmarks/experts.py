@@ -4,17 +4,13 @@
     python -m benchmarks.experts --layers unlisted --rows 16384 --skews hot
     python -m benchmarks.experts --drawn 40                # so many layers that are in no list, once each
     python -m benchmarks.experts --kernels                 # each kernel of db/grouped.toml, too: a row's `us`
-    python -m benchmarks.experts --kinds gated,fp8         # other kinds of the table
-    python -m benchmarks.experts --kinds along_k           # weights' gradients
+    python -m benchmarks.experts --kinds gated,fp8         # other kinds; along_k: weights' gradients
     python -m benchmarks.experts --peers quack,vllm        # their kernels, too, if they are installed
 
 A skew is a router's division of the rows: *uniform*, *typical* (shares of a gamma distribution), *hot* (one
-expert has most). Nothing is tuned. Writes results/GPU/experts.json after each row, so that it can run in
-slices: layers alternate, each with other rows and another skew, so that `--seconds`, which kinds share
-evenly, leaves as many rows of each. Weights' gradients, products of groups along k, go to
-experts_along_k.json. quack's kernel is its untuned default for such products; vLLM's is the Triton kernel
-from its tables, for which the rows of each block are sorted in advance. With `--kernels` it writes
-experts_kernels.json, from which `fit.expert_choices` draws.
+expert has most). Writes results/GPU/experts.json after each row, so that it can run in slices: layers
+alternate, so that `--seconds`, which kinds share evenly, leaves as many rows of each. along_k has its file
+experts_along_k.json, `--kernels` experts_kernels.json, from which `fit.expert_choices` draws.
 """
 
 from __future__ import annotations

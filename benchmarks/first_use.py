@@ -1,18 +1,14 @@
-"""Measures the experience of a user who installed the package and tuned nothing: `tunegemm.matmul` beside
-torch.mm.
+"""Measures an installed package that tuned nothing: `tunegemm.matmul` beside torch.mm.
 
-    python -m benchmarks.first_use                       # the shipped products, and as many untuned ones
     python -m benchmarks.first_use --unseen 300 --seed 1
     python -m benchmarks.first_use --unseen 300 --seed 1 --listed 0 --skip 113     # continues an earlier run
     python -m benchmarks.first_use --kinds fp16,fp8,gelu,swiglu --unseen 40 --most-rows 256 --within 300
 
 *Listed* products are bf16 ones with a shipped record of this GPU; *unseen* ones are drawn by seed: N and K
-from dimensions of published models or random multiples of 8, M log-uniform from 1 to 16384. Nothing is tuned
-and compiled: the user's databases and kernels are ignored. Writes results/GPU/first_use.json: a row
-`{m, n, k, listed, served, ratio, predicted, expected}` each, with `first_ms`, the time of the first call.
-With `--kinds`, compares so many unseen products of each kind with the operations that a user of torch would
-write for them, in results/GPU/first_use_kinds.json: one product of each kind, then the next one of each, so
-that `--within` leaves as many of all.
+from dimensions of published models or random multiples of 8, M log-uniform. Nothing is tuned and compiled:
+the user's databases and kernels are ignored. Writes results/GPU/first_use.json; `first_ms` of a row is the
+time of the first call. With `--kinds`, compares so many unseen products of each kind, in turns, with the
+operations that a user of torch would write for them, in first_use_kinds.json.
 """
 
 from __future__ import annotations

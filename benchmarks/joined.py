@@ -1,13 +1,10 @@
 """Times one A with several weights in place: q, k and v; gate and up. Every kernel of db/joined.toml.
 
-    python -m benchmarks.joined                        # five models, six numbers of rows: two minutes
     python -m benchmarks.joined --seconds 60           # for so long; the next run continues with missing rows
     python -m benchmarks.joined --rows 1,16 --models Llama-3-8B
 
-Compares them, in CUDA graphs and in one interleave, with torch's separate products (`separate`, plus the gate
-of two), torch's product of merged weights (`merged`), and tunegemm's of merged or interleaved weights
-(`today`). `chosen` is the kernel that `tunegemm.model.joined.choose` returns. Writes results/GPU/joined.json
-after each row.
+Compares them, in CUDA graphs and in one interleave, with torch and with tunegemm's product of merged
+weights. `chosen` is the kernel that `tunegemm.model.joined.choose` returns. Writes results/GPU/joined.json.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """Times layers of models through torch.compile's backend `tunegemm` and through Inductor, nothing tuned.
 
-    python -m benchmarks.layers                                    # all models, rows and modes
     python -m benchmarks.layers --models llama-3-8b --rows d16,4096 --modes graph
     python -m benchmarks.layers --within 150 --sample-ms 20        # in order, until the time is over
     python -m benchmarks.layers --device cpu --tiny --modes backend  # without a GPU: results, no times
 
-Two layers in plain torch with random weights: modules of modules, or (a name that ends with `-whole`) all
-of a layer in one forward. Rows are the tokens of one prompt, or, as in d16, one token for each of so many
-sequences that attend to 512 tokens. Modes: *backend* times eager calls of the model and of
-``torch.compile(model, backend="tunegemm")`` by the wall clock; *graph* the same in a CUDA graph each;
-*inductor* the model compiled by Inductor without and with the pass of `tunegemm.enable`, in a CUDA graph
-each. *Merged* is torch alone with q, k and v, and gate and up, as one product each and a compiled gate, as
-serving engines have it; *unguarded*, in mode backend, is the backend without Dynamo's guards on modules
-(docs/guide/layers.md); `--with-inductor N` adds the model compiled by Inductor, for
-up to N rows, to the first two modes. Writes results/GPU/layers.json after each model and number of rows, so
-that it can run in slices.
+Two layers in plain torch with random weights: modules of modules, or (a name that ends with `-whole`) all of
+a layer in one forward. Rows are the tokens of one prompt, or, as in d16, one token for each of so many
+sequences that attend to 512 tokens. Modes: *backend* times eager calls, *graph* the same in a CUDA graph
+each; *inductor* the model compiled by Inductor without and with the pass of `tunegemm.enable`. *Merged* is
+torch alone with q, k and v, and gate and up, as one product each and a compiled gate, as serving engines
+have it; *unguarded* is the backend without Dynamo's guards on modules (docs/guide/layers.md);
+`--with-inductor N` adds the compiled model, for up to N rows, to the first two modes. Writes
+results/GPU/layers.json.
 """
 
 from __future__ import annotations

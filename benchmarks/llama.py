@@ -1,15 +1,13 @@
 """Times a Llama-like model of `transformers` as users run it: patched, or compiled by one line.
 
-    python -m benchmarks.llama                              # all workloads, then the first calls
     python -m benchmarks.llama --workloads generate-1 --first-calls ""
     python -m benchmarks.llama --device cpu --tiny --first-calls 2  # without a GPU: results, no times
 
-Eight layers of an 8B model with random weights and a vocabulary of 32000; nothing is downloaded or tuned.
-*Forward* is one prompt, without a cache; *generate* makes 32 tokens for each of so many prompts of 128 tokens
-by an unmodified `model.generate`. Modes: *patch* is ``tunegemm.patch(model, fuse=True)``, *backend*
+*Forward* is one prompt, without a cache; *generate* makes 32 tokens for each of so many prompts of 128
+tokens. Modes: *patch* is ``tunegemm.patch(model, fuse=True)``, *backend*
 ``model.compile(backend="tunegemm")``. *First calls* time a model of so many layers that is compiled from
 scratch, by the backend and by Inductor without its caches: seconds, and Dynamo's graphs. Writes
-results/GPU/llama.json after each workload, so that it can run in slices.
+results/GPU/llama.json after each workload.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Compares tunegemm with torch, cuBLASLt, quack and Inductor, one interleave per shape.
 
-    python -m benchmarks.peers                                   # every shape of shapes.toml
     python -m benchmarks.peers --tune --shapes llama-3-8b        # a group; tunes shapes without a record
     python -m benchmarks.peers --shapes '512x.*' --peers cublaslt,tunegemm
 
-Writes results/GPU/peers.json after each shape and adds to what is there, so that it can run in slices. A
-provider that is not installed, fails or is wrong is skipped for that shape, with its reason. Ratios are valid
-within a row only: its providers were timed together, so a row is always replaced as a whole. quack tunes 20
-to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it store its choice.
+Writes results/GPU/peers.json after each shape. A provider that is not installed, fails or is wrong is
+skipped for that shape, with its reason. Ratios are valid within a row only: its providers were timed
+together. quack tunes 20 to 60 s a shape; QUACK_CACHE_AUTOTUNING=1 makes it store its choice.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Times the families that run on every GPU since Ampere beside torch.mm, on 40 products, within a time limit.
 
-    python -m benchmarks.portable --seconds 140
     python -m benchmarks.portable --seconds 60 --shapes 4096x4096x4096,4096x4096x4097
 
-Compiles the first kernels of `triton` and `cute_sm80` in the model's order, on all cores while the GPU works.
-Checks each product's kernels against fp32, and the library's algorithms: those of its heuristic and one of
-each id that it accepts. Races all of them beside torch.mm, then the best of each family once more. Writes
-results/GPU/portable.json after each product: `wrong` names the kernels that failed or gave a wrong result.
-The means are of products whose lines are whole vectors of 16 bytes, and of the others.
+Compiles the first kernels of `triton` and `cute_sm80` in the model's order, on all cores while the GPU
+works. Checks them and the library's algorithms against fp32, races all of them beside torch.mm, then the
+best of each family once more. Writes results/GPU/portable.json after each product: `wrong` names the kernels
+that failed or gave a wrong result; the means are of products whose lines are whole vectors of 16 bytes, and
+of the others.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """Compares search strategies on recorded sweeps: how far behind the best is the best of the first candidates?
 
-    python -m benchmarks.search                                   # results/h200/search.json
     python -m benchmarks.search --recorded h100-drawn --strategies chance,model,roofline --seeds 3
 
 Every strategy may request the recorded candidates of one family and gets the recorded ratio to torch.mm; no
-GPU is used. *Regret* after a number of candidates is the gap between their best and the best of the whole
-sweep, as a fraction of the latter. Sweeps named NAME-steady were timed in steady state.
-
-- chance: a uniform draw without repeats
-- model: the model's order, cycles and energy in turn, each kernel at its recorded launches
-- roofline, tpe, gp, random, cmaes: `tunegemm tune --sampler` of that name: a study of the effort quick with
-  as many trials as are compared, asked by the same door as in a tuning. roofline is the default
+GPU is used. Sweeps named NAME-steady were timed in steady state. *chance* is a uniform draw without repeats,
+*model* the model's order, cycles and energy in turn, each kernel at its recorded launches; the others are
+`tunegemm tune --sampler` of that name: a study of the effort quick, asked by the same door as in a tuning.
 """
 
 from __future__ import annotations

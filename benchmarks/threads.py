@@ -1,14 +1,11 @@
 """Tests whether threads that share streams get their own products, for every family and reduction.
 
     python -m benchmarks.threads                # 1,000,000 calls or a little more
-    python -m benchmarks.threads --calls 50000
 
-Eight threads call `tunegemm.matmul`, each with separate operands and a shared weight, on one stream or on
-four, without and with a ninth thread that captures the product in CUDA graphs and replays them. With four
-streams the default stream is kept busy, too. Products of rows in groups, along k, and with a gate are also
-called. Every result is compared, bit by bit, with that of the same operands computed alone. Writes
-results/GPU/threads.json: a row `{family, reduction, threads, streams, captures, calls, wrong, host_us}` for
-each; the last is the host time of one call from a single thread.
+Eight threads call `tunegemm.matmul`, and products of groups, on one stream or on four, without and with a
+ninth thread that captures the product in CUDA graphs and replays them. With four streams the default stream
+is kept busy, too. Writes results/GPU/threads.json: a row for each; `host_us` is the host time of one call
+from a single thread.
 """
 
 from __future__ import annotations

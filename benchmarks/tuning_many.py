@@ -1,16 +1,14 @@
 """Measures how long tuning the products of several models takes: `tunegemm tune --from benchmarks/many.json`.
 
-    python -m benchmarks.tuning_many                               # on a GPU
     python -m benchmarks.tuning_many --devices all --without-library --budget 500
     python -m benchmarks.tuning_many --only-peers --peers 10 --peer-s 60
 
-Runs the command in a separate process, with an empty kernel cache and an empty database, and then reads the
-results from that database; the command's output is in a .log beside it. --budget ends the command by SIGINT,
-as Ctrl-C would. Writes results/GPU/tuning_many.json, a summary and rows for each `mode`. `first_s` and
-`last_s` of a product are the times of its first and last measurement since the process started; `seconds` is
-the time since the previous product was done (null if several GPUs work); `measured` counts candidates. Rows
-of the modes `inductor` and `quack` belong to peers: a separate process for each product, with empty caches;
-`seconds` is their first call, in which they tune.
+Runs the command in a separate process, with an empty kernel cache and an empty database, from which it reads
+the results; the command's output is in a .log beside it. Writes results/GPU/tuning_many.json, a summary and
+rows for each `mode`. `first_s` and `last_s` of a product are the times of its first and last measurement
+since the process started; `seconds` is the time since the previous product was done (null if several GPUs
+work). Rows of `inductor` and `quack` are a separate process for each product: `seconds` is the first call,
+which tunes.
 """
 
 from __future__ import annotations

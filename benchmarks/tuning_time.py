@@ -1,16 +1,14 @@
 """Measures a tuning's time: a process tunes one product without compiled kernels, another one with them.
 
-    python -m benchmarks.tuning_time                             # on a GPU
     python -m benchmarks.tuning_time --shapes 16x4096x4096 --shapes 8192x8192x8192
 
-Writes results/GPU/tuning_time.json. For each product two processes run in empty folders, so that they use the
-package but none of the user's files and none of the shipped kernels: `cold_s` is the first process from start
-to end, including imports. The second has the kernels of the first and tries no others (`--compiled-only`):
-`first_s` from its start to the first measurements of our own kernels, including imports (the library's
+Writes results/GPU/tuning_time.json. Both run in empty folders, without the shipped kernels and with an empty
+database: `cold_s` is the first process from start to end, including imports. The second tries the kernels of
+the first only: `first_s` from its start to the first measurements of our own kernels (the library's
 algorithms are measured before); `warm_s` its tuning without its own imports; `ready_s` from its start until
-the measuring process has its imports, too, and a CUDA context; `searched_s`, which is `imports_s + warm_s -
-ready_s`, the tuning without the imports of both; `next_s` a second tuning in that process. Each has an empty
-database. `measured` and `compiled` belong to the first process.
+the measuring process has a CUDA context; `searched_s`, which is `imports_s + warm_s - ready_s`, the tuning
+without the imports of both; `next_s` a second tuning in that process. `measured` and `compiled` belong to
+the first process.
 """
 
 from __future__ import annotations

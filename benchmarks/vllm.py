@@ -1,13 +1,10 @@
 """Times vLLM with and without tunegemm's plug-in: tokens per second of a Llama model with random weights.
 
-    python -m benchmarks.vllm                                # bf16, fp8, then VLLM_BATCH_INVARIANT=1
     python -m benchmarks.vllm --only bf16 --seconds 230      # one kind in a stated time
 
-The model is Llama-3-8B; nothing is downloaded. With a quarter of its layers, a decode step would take 1 ms of
-the GPU and 2 of the host's scheduling, which hides kernels. The three engines of a kind, two of them without
-the plug-in, start together, have separate CPUs, and alternate. Prefill uses prompts of 512 tokens in steps of
-8192; decode uses 64 tokens of each sequence after prompts of 16, in CUDA graphs. Writes
-results/GPU/vllm.json.
+With a quarter of Llama-3-8B's layers, a decode step would take 1 ms of the GPU and 2 of the host's
+scheduling, which hides kernels. The three engines of a kind, two of them without the plug-in, start
+together, have separate CPUs, and alternate. Writes results/GPU/vllm.json.
 """
 
 from __future__ import annotations
