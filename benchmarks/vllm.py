@@ -29,7 +29,8 @@ import numpy as np
 
 import tunegemm
 from benchmarks.command import add_names, command, parser_of
-from benchmarks.results import Results, geometric_mean
+from benchmarks.results import Results, report
+from benchmarks.tables.reading import groups_of, mean_of
 from benchmarks.vllm_engine import SEQUENCES, Engine, Setting, variables
 from tunegemm.describe.device import find_device
 from tunegemm.measure.statistics import aa_noise
@@ -79,13 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results.summary[f"served_{kind}"] = ours.said()
             print(f"{kind}: {results.summary[f'logits_{kind}']}; {'; '.join(ours.said())}", flush=True)
             for number, (phase, count) in enumerate(points):
-                left = end - time.monotonic()
-                row = measure(theirs, again, ours, phase, count, left / (len(points) - number))
-                results.put(row)
-                rates = f"{row['engine_tokens_per_s']:.0f} -> {row['tokens_per_s']:.0f} tokens/s"
-                noise = f"noise {row['noise']:.2%}, {row['rounds']} rounds"
-                print(f"{kind} {phase} {count}: {rates}, {row['ratio']:.4f} ({noise})", flush=True)
-    _summarize(results)
+                seconds = (end - time.monotonic()) / (len(points) - number)
+                report(results, [measure(theirs, again, ours, phase, count, seconds)])
+    for of, rows in groups_of(results.rows, lambda row: (row["dtype"], row["mode"], row["phase"])).items():
+        print(
+            f"{' '.join(of)}: geometric mean {mean_of(rows)}, least {min(row['ratio'] for row in rows):.3f}"
+        )
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:
@@ -188,14 +188,6 @@ def compared(theirs: Engine, ours: Engine, is_invariant: bool) -> dict[str, Any]
             runs = [alone, *(engine.ask("logits", 4, others) for others in _OTHERS)]
             result[f"bits_same_{name}"] = all(item == two for item, two in pairwise(runs))
     return result
-
-
-def _summarize(results: Results) -> None:
-    result: dict[tuple[str, ...], list[float]] = {}
-    for row in results.rows:
-        result.setdefault(tuple(row[name] for name in ("dtype", "mode", "phase")), []).append(row["ratio"])
-    for of, ratios in result.items():
-        print(f"{' '.join(of)}: geometric mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}")
 
 
 if __name__ == "__main__":
