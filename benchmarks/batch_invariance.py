@@ -40,14 +40,7 @@ METHOD = (
     "tile for all M, over operand sets that together pass 3x the L2, in shuffled order in each of {rounds} "
     "rounds: ratios of times, above 1 where batch_invariant is faster"
 )
-#: Dtypes and epilogues, by their names on the command line.
-KINDS: Mapping[str, Mapping[str, Any]] = {
-    "bf16": {},
-    "fp16": {"dtype": "fp16"},
-    "fp8": {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"},
-    "gelu": {"epilogue": "bias_n+gelu_tanh"},
-    "swiglu": {"epilogue": "swiglu"},
-}
+KINDS = LISTED["kinds"]
 LARGEST, MORE = 16384, 40
 EVERY = range(1, 301)
 #: M for CUDA graphs and compiled code, too, and M to time.

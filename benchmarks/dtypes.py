@@ -9,6 +9,7 @@ product `torch`, its call, and `tunegemm_cute`, the best kernel of `cute_sm90` t
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,24 +27,11 @@ from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner
 
-#: Input dtype, accumulation, epilogue. torch's calls: `torch.mm` for fp16 and, where it is allowed, tf32;
-#: `torch._scaled_mm` with two scales or one for each row and column, with fast accumulation or without;
-#: `torch._int_mm`, and with scales, which make its output bf16, a user's operations after it.
-KINDS = {
-    "fp16": ("fp16", "fast", ""),
-    "fp8": ("fp8_e4m3", "fast", "scale_tensor"),
-    "fp8_two_level": ("fp8_e4m3", "two_level", "scale_tensor"),
-    "fp8_rowwise": ("fp8_e4m3", "fast", "scale_rowwise"),
-    "tf32": ("tf32", "fast", ""),
-    "int8": ("int8", "fast", ""),
-    "int8_rowwise": ("int8", "fast", "scale_rowwise"),
-}
-
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.dtypes", __doc__)
-    add_names(parser, "dtypes", KINDS)
+    add_names(parser, "dtypes", LISTED["dtypes"])
     parser.add_argument(
         "--shapes", default=",".join(LISTED["shapes"]["dtypes"]), help="MxNxK,... (default: eight)"
     )
@@ -51,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="interleaved rounds per product")
     parser.add_argument("--db", type=Path, help="tuning database (default: TUNEGEMM_DB or the user's)")
     options = parser.parse_args(arguments)
-    problems = [_problem(name, shape) for name in options.dtypes for shape in options.shapes.split(",")]
+    pairs = itertools.product(options.dtypes, options.shapes.split(","))
+    problems = [Problem.parse(shape, **LISTED["dtypes"][name]) for name, shape in pairs]
     device = find_device(options.device)
     known: dict[str, Provider] = {
         "torch": lambda problem, *_: [Contender(torch_mm(problem))],
@@ -69,14 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for problem, row in zip(problems, rows, strict=True):
             results.put(row | {"accumulation": problem.accumulation})
     print(programs.dtypes(results.path.parent), f"written: {results.path}", sep="\n")
-
-
-def _problem(kind: str, shape: str) -> Problem:
-    dtype, accumulation, epilogue = KINDS[kind]
-    out_dtype = "bf16" if dtype == "int8" and epilogue else None
-    return Problem.parse(
-        shape, dtype=dtype, out_dtype=out_dtype, accumulation=accumulation, epilogue=epilogue
-    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from benchmarks.command import command, parser_of
 from benchmarks.graphs import within
 from benchmarks.interleave import interleave
 from benchmarks.results import Results, geometric_mean, problem_fields
+from benchmarks.shapes import LISTED
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.device import Device, find_device
@@ -53,27 +54,13 @@ METHOD = (
     "state), timed again where two captures of torch.mm differ by over 2 %; an empty database and an empty "
     "kernel cache"
 )
-KINDS = {
-    **OTHERS,
-    "bias": {"epilogue": "bias_n"},
-    "residual": {"epilogue": "residual"},
-    "bias_residual": {"epilogue": "bias_n+residual"},
-    "bias_gelu": {"epilogue": "bias_n+gelu"},
-    "geglu": {"epilogue": "geglu_tanh"},
-    "bias_swiglu": {"epilogue": "bias_n+swiglu"},
-    "fp16_bias": {"dtype": "fp16", "epilogue": "bias_n"},
-    "fp16_residual": {"dtype": "fp16", "epilogue": "residual"},
-    "fp16_swiglu": {"dtype": "fp16", "epilogue": "swiglu"},
-}
+KINDS = OTHERS | LISTED["unseen_kinds"]
 TURN_MS = 160.0
 MOST_ROWS = 16384
 #: Repeats a timing, so often, if two captures of torch.mm differ by more: the clocks changed meanwhile. One
 #: of 300 products was at 0.93 of itself, with a noise of 0.11.
 NOISE, ATTEMPTS = 0.02, 3
-#: Hidden sizes, projections and vocabularies of published models; none is a width of db/products.toml.
-DIMENSIONS = (
-    896, 1152, 2304, 2880, 3840, 4864, 5376, 6912, 7680, 8960, 9216, 11008, 13824, 15360, 21504, 22016, 27648,
-)  # fmt: skip
+DIMENSIONS: tuple[int, ...] = tuple(LISTED["shapes"]["dimensions"])
 
 
 @command

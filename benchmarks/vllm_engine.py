@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy
 
+from benchmarks.shapes import LISTED
 from tunegemm.errors import TunegemmError
 
 #: vLLM's name of the model.
@@ -56,20 +57,6 @@ START_SECONDS = 240.0
 WORK_SECONDS = 120.0
 
 
-def _scheme(strategy: str, *, dynamic: bool) -> dict[str, Any]:
-    """vLLM's scale of weights per channel and of activations per token, as checkpoints have them."""
-    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": dynamic}
-
-
-FP8 = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
-    "config_groups": {"group_0": {
-        "targets": ["Linear"], "weights": _scheme("channel", dynamic=False),
-        "input_activations": _scheme("token", dynamic=True),
-    }},
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Setting:
     """An engine to start."""
@@ -90,14 +77,8 @@ class Setting:
 
 def model_config(setting: Setting) -> dict[str, Any]:
     """The config of a model like Llama-3-8B with so many layers, for `transformers`."""
-    facts: dict[str, Any] = {
-        "architectures": [ARCHITECTURE], "model_type": "llama", "hidden_size": 4096,
-        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "num_hidden_layers": setting.layers, "vocab_size": 128256, "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    return facts | ({"quantization_config": FP8} if setting.dtype == "fp8" else {})
+    facts: dict[str, Any] = LISTED["vllm"]["model"] | {"num_hidden_layers": setting.layers}
+    return facts | ({"quantization_config": LISTED["vllm"]["fp8"]} if setting.dtype == "fp8" else {})
 
 
 class EngineError(TunegemmError):
