@@ -293,23 +293,26 @@ def _steps(
 ) -> dict[tuple[str, str], Step]:
     """The warmed-up steps to time beside each other, by mode and library."""
     sides: dict[str, Step] = {}
+
+    def compiled(**options: Any) -> Step:
+        return _step(x, harness.Compiled(model, torch.compile(model, **options)))
+
     if mode == "inductor":
         sides["torch"] = _step(x, torch.compile(model, dynamic=False))
         sides["torch"]()
         torch.compiler.reset()
-        sides["tunegemm"] = _enabled(_step(x, harness.Compiled(model, torch.compile(model, dynamic=False))))
+        sides["tunegemm"] = _enabled(compiled(dynamic=False))
     else:
         sides["torch"] = _step(x, model)
         if all(isinstance(block, Block) for block in model):
             sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
-        sides["tunegemm"] = _step(x, harness.Compiled(model, torch.compile(model, backend=backend)))
+        sides["tunegemm"] = compiled(backend=backend)
         if mode == "backend":
             # Dynamo keeps one graph for equal backends: `partial` makes another one.
             options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-            unguarded = torch.compile(model, backend=partial(backend), options=options)
-            sides["unguarded"] = _step(x, harness.Compiled(model, unguarded))
+            sides["unguarded"] = compiled(backend=partial(backend), options=options)
         if x.numel() // x.shape[-1] <= with_inductor:
-            sides["inductor"] = _step(x, harness.Compiled(model, torch.compile(model, dynamic=False)))
+            sides["inductor"] = compiled(dynamic=False)
     if mode == "backend" or not x.is_cuda:
         for step in sides.values():
             for _ in range(3):

@@ -60,7 +60,7 @@ def selected(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...
 
 def tune_ours(problems: Iterable[Problem], trials: int) -> frozenset[Problem]:
     """Tunes into the tests' database, without the library, so that no tie goes to it; what it tuned."""
-    from benchmarks.own_records import record_own
+    from benchmarks.dispatch import record_own
     from tunegemm.dispatch.api import refresh
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner
