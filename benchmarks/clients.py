@@ -277,10 +277,9 @@ def measure(
         row |= {"tuned": True} if os.environ.get("TUNEGEMM_DB") else {}
         row |= {"served": served[mode]} | harness.quality(errors[mode, "torch"], errors[mode, "tunegemm"])
         if samples:
-            torchs, ours = samples[mode, "torch"], samples[mode, "tunegemm"]
-            times = harness.compared(torchs, samples[mode, harness.AGAIN], ours)
+            times = harness.compared(samples, mode)
             row |= {"torch_us": round(1e3 * times.pop("torch_ms"), 1)} | times
-            row |= {"tunegemm_us": round(statistics.median(ours), 1)}
+            row |= {"tunegemm_us": round(statistics.median(samples[mode, "tunegemm"]), 1)}
             row |= {"left_to_torch": len(left), "sample_ms": options.sample_ms}
         row |= {f"{library}_peak_mib": round(peak, 1) for (of, library), peak in peaks.items() if of == mode}
         rows.append(row)

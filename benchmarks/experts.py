@@ -23,7 +23,6 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from typing import Any
@@ -40,7 +39,6 @@ from benchmarks.shapes import LISTED
 from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
 from tunegemm.generate import along_k
-from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.parted.config import PartedConfig
@@ -126,35 +124,22 @@ def divide(groups: int, rows: int, skew: str) -> list[int]:
     return sizes
 
 
-@dataclass
 class Case:
     """One layer's weights, rows, and divisions of them."""
 
-    a: torch.Tensor
-    weights: torch.Tensor
-    divisions: list[list[int]]
-    kind: str
-    """Of the table's."""
-    name: str
-    """Of the layer."""
-
-    @classmethod
-    def make(
-        cls, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, kind: str, name: str
-    ) -> Case:
-        """Enough divisions to read that many bytes of weights together."""
-        count, n, k = weights.shape
-        divisions: list[list[int]] = []
+    def __init__(
+        self, weights: torch.Tensor, rows: int, skew: str, least_bytes: int, kind: str, name: str
+    ) -> None:
+        """Enough divisions to read that many bytes of weights together. kind: of the table's. name: of the
+        layer."""
+        self.weights, self.kind, self.name = weights, kind, name
+        (count, n, k), place = weights.shape, weights.device
+        self.divisions: list[list[int]] = []
         used = 0
-        while used < least_bytes and len(divisions) < _MOST_DIVISIONS:
-            divisions.append(divide(count, rows, skew))
-            used += sum(size > 0 for size in divisions[-1]) * n * k * weights.element_size()
-        a = torch.randn(rows, k, device=weights.device).to(weights.dtype)
-        return cls(a, weights, divisions, kind, name)
-
-    def __post_init__(self) -> None:
-        count, n, _ = self.weights.shape
-        rows, place = len(self.a), self.a.device
+        while used < least_bytes and len(self.divisions) < _MOST_DIVISIONS:
+            self.divisions.append(divide(count, rows, skew))
+            used += sum(size > 0 for size in self.divisions[-1]) * n * k * weights.element_size()
+        self.a = torch.randn(rows, k, device=place).to(weights.dtype)
         # Of fp8: of a's rows, and of each group's columns.
         self.scales = torch.rand(rows, device=place) + 0.5, torch.rand(count, n, device=place) + 0.5
         self.ends = [torch.tensor(sizes, device=place).cumsum(0).to(torch.int32) for sizes in self.divisions]
@@ -220,17 +205,22 @@ class Case:
         return results | (self.kernels() if each_kernel else {})
 
     def kernels(self) -> dict[str, Side]:
-        """Each kernel of the table that may be the best, in each way to launch it."""
+        """Each kernel that may be the best, in each way to launch it."""
         results: dict[str, Side] = {}
-        provided = provide_grouped(self.kind, every=True)
-        for config in configs(self.kind).values():
-            maker = maker_of(config)
-            artifact = provided.of(maker.kernel_key(config))
-            if artifact is not None and is_raced(config, len(self.a), len(self.weights)):
+        provided = provide_grouped(self.kind, every=self.kind != "along_k")
+        for config, maker, ways in self.listed():
+            if (artifact := provided.of(maker.kernel_key(config))) is not None:
                 kernel = maker.Kernel.load(config, artifact.path)
-                for launch in launches(config, len(self.a)):
-                    results[_named(config, launch)] = partial(self.launched, kernel, launch)
+                for way in ways:
+                    name = " ".join([config.label, *(f"{word[0]}{value}" for word, value in way.items())])
+                    results[name] = partial(self.launched, kernel, way)
         return results
+
+    def listed(self) -> Iterator[tuple[Any, Any, tuple[dict[str, int], ...]]]:
+        """Of each of these its config, the module that compiles it, and the ways to launch it."""
+        for config in configs(self.kind).values():
+            if is_raced(config, len(self.a), len(self.weights)):
+                yield config, maker_of(config), launches(config, len(self.a))
 
     def launched(self, kernel: Any, launch: Mapping[str, int], number: int) -> torch.Tensor:
         """A kernel's result for a division."""
@@ -313,8 +303,8 @@ class AlongKCase(Case):
     over the rows. The weights are as the gradient is.
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.grad = torch.randn(len(self.a), self.weights.shape[1], device=self.a.device, dtype=self.a.dtype)
 
     def loop(self, number: int) -> torch.Tensor:
@@ -331,15 +321,9 @@ class AlongKCase(Case):
     def ours(self, number: int) -> torch.Tensor:
         return tunegemm.grouped_mm(self.grad.t(), self.a, offs=self.ends[number])
 
-    def kernels(self) -> dict[str, Side]:
-        results: dict[str, Side] = {}
-        provided = provide_grouped(self.kind)
-        for config in listed_along_k():
-            if (artifact := provided.of(along_k.kernel_key(config))) is not None:
-                kernel = AlongK.load(config, artifact.path)
-                for launch in ({"swizzle_size": width} for width in (4, 8, 16)):
-                    results[_named(config, launch)] = partial(self.launched, kernel, launch)
-        return results
+    def listed(self) -> Iterator[tuple[Any, Any, tuple[dict[str, int], ...]]]:
+        ways = tuple({"swizzle_size": width} for width in (4, 8, 16))
+        return ((config, along_k, ways) for config in listed_along_k())
 
     def launched(self, kernel: Any, launch: Mapping[str, int], number: int) -> torch.Tensor:
         kernel.launch(self.grad, self.a, self.weights, self.ends[number], blocks=_blocks(), **launch)
@@ -362,11 +346,6 @@ class AlongKCase(Case):
 
     def used(self) -> float:
         return len(self.weights)
-
-
-def _named(config: Any, launch: Mapping[str, int]) -> str:
-    """A kernel and its launch, as rows' `us` have them."""
-    return " ".join([config.label, *(f"{name[0]}{value}" for name, value in launch.items())])
 
 
 @cache
@@ -468,7 +447,7 @@ def cases(kind: str, options: argparse.Namespace, device: Device) -> Iterator[tu
             kept[name] = weights.mT if kind == "n_major" else weights
         random.seed(f"{name} {rows} {skew}")
         case = AlongKCase if kind == "along_k" else Case
-        yield case.make(kept[name], rows, skew, 3 * device.l2_bytes, kind, name), skew
+        yield case(kept[name], rows, skew, 3 * device.l2_bytes, kind, name), skew
 
 
 @command

@@ -157,13 +157,16 @@ def ratio_of(others: Sequence[float], ours: Sequence[float]) -> float:
 
 
 def compared(
-    torchs: Sequence[float], again: Sequence[float], ours: Sequence[float], **others: Sequence[float]
-) -> dict[str, Any]:
-    """A row's times, from samples in us, one per round. others: samples of further libraries, by name."""
+    samples: Mapping[tuple[str, str], Sequence[float]], mode: str, own: str = "tunegemm",
+    others: Sequence[str] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """A row's times, from samples in us by mode and library. others: ratios are to those that were timed."""
+    torchs, again, ours = (samples[mode, name] for name in ("torch", AGAIN, own))
+    timed = {name: samples[mode, name] for name in others if (mode, name) in samples}
     return {
         "torch_ms": round(statistics.median(torchs) / 1e3, 4),
         "ratio": ratio_of(torchs, ours),
-        **{f"ratio_to_{name}": ratio_of(other, ours) for name, other in others.items()},
+        **{f"ratio_to_{name}": ratio_of(other, ours) for name, other in timed.items()},
         "noise": round(aa_noise(again, torchs), 5),
         "rounds": len(torchs),
     }

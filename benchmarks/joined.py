@@ -9,6 +9,7 @@ weights. `chosen` is the kernel that `tunegemm.model.joined.choose` returns. Wri
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -52,25 +53,12 @@ _ERROR = 8e-3
 class Case(NamedTuple):
     """A product: the weights of a model's attention or of its gate."""
 
-    model: str
+    name: str
     rows: int
-    gate: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {'gate' if self.gate else 'qkv'}"
-
-    @property
-    def k(self) -> int:
-        return MODELS[self.model][0]
-
-    @property
-    def ns(self) -> tuple[int, ...]:
-        return (MODELS[self.model][3],) * 2 if self.gate else tuple(MODELS[self.model][1])
-
-    @property
-    def bias(self) -> bool:
-        return MODELS[self.model][2] and not self.gate
+    k: int
+    ns: tuple[int, ...]
+    bias: bool = False
+    gate: str = ""
 
     @property
     def columns(self) -> int:
@@ -185,12 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = begin(options.device)
     results = Results.of(options.out, device, "joined.json", METHOD)
-    cases = [
-        Case(model, rows, gate)
-        for rows in map(int, options.rows)
-        for model in options.models
-        for gate in ("", "swiglu")
-    ]
+    cases = []
+    for count, model in itertools.product(map(int, options.rows), options.models):
+        k, qkv, bias, gate = MODELS[model]
+        cases.append(Case(f"{model} qkv", count, k, tuple(qkv), bias=bias))
+        cases.append(Case(f"{model} gate", count, k, (gate, gate), gate="swiglu"))
     cases.sort(key=lambda case: results.find(case.named) is not None)
     rows = (measure(case, device, options.rounds) for case in within(options.seconds, cases))
     return int(report(results, rows, ratios=("ratio", "ratio_to_merged", "ratio_to_today")) > 0)

@@ -354,9 +354,7 @@ def _step(x: torch.Tensor, model: Any) -> Step:
 
 def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, Any]:
     """Times from samples in us, by mode and library, one per round."""
-    others = {name: samples[mode, name] for name in OTHERS if (mode, name) in samples}
-    of = (samples[mode, name] for name in ("torch", harness.AGAIN, "tunegemm"))
-    row = harness.compared(*of, **others)
+    row = harness.compared(samples, mode, others=OTHERS)
     if unguarded := samples.get((mode, "unguarded")):
         row["unguarded_ratio"] = harness.ratio_of(samples[mode, "torch"], unguarded)
     return row

@@ -132,7 +132,7 @@ def measure(
     for mode in [mode for mode in models if mode != "torch"]:
         row: dict[str, Any] = {"workload": name, "mode": mode, "layers": size.layers, "dtype": "bf16"}
         if samples:
-            row |= harness.compared(samples[name, "torch"], samples[name, harness.AGAIN], samples[name, mode])
+            row |= harness.compared(samples, name, mode)
         rows.append(row | quality_of[mode])
     return rows
 

@@ -143,7 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = options.strategies.split(",")
     if unknown := [name for name in names if name not in STRATEGIES]:
         raise TunegemmError(f"--strategies {unknown[0]}: use {', '.join(STRATEGIES)}")
-    root = options.sweeps or root_of(options.recorded)
+    roots = [Path(__file__).parents[1] / folder for folder in FOLDERS]
+    root = options.sweeps or next((one for one in roots if (one / options.recorded).is_dir()), roots[0])
     replays = {"interleaved": open_replay(options.recorded, root=root)}
     if (root / (options.recorded + STEADY)).is_dir():
         replays["steady"] = open_replay(options.recorded + STEADY, root=root)
@@ -195,12 +196,6 @@ def meta_of(replay: ReplayDevice) -> dict[str, Any]:
         "gpu": replay.device.name, "driver": replay.device.fingerprint.driver,
         "packages": {name: version for name, version in versions.items() if version}, "method": METHOD,
     }  # fmt: skip
-
-
-def root_of(recorded: str) -> Path:
-    """The folder that has a recorded GPU."""
-    roots = [Path(__file__).parents[1] / folder for folder in FOLDERS]
-    return next((root for root in roots if (root / recorded).is_dir()), roots[0])
 
 
 if __name__ == "__main__":

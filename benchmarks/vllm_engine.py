@@ -117,11 +117,10 @@ class Engine:
 
     def _receive(self, seconds: float) -> Any:
         try:
-            if not self._pipe.poll(max(seconds, 0.0)):
-                raise EngineError(f"{self.setting.name}: no answer in time; its output is in {self.log}")
-            worked, answer = self._pipe.recv()
+            in_time = self._pipe.poll(max(seconds, 0.0))
+            worked, answer = self._pipe.recv() if in_time else (False, "no answer in time")
         except (EOFError, ConnectionError):
-            raise EngineError(f"{self.setting.name}: it ended; its output is in {self.log}") from None
+            worked, answer = False, "it ended"
         if not worked:
             raise EngineError(f"{self.setting.name}: {answer}; its output is in {self.log}")
         return answer
