@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.command import add_names, command, parser_of
-from benchmarks.results import Results
+from benchmarks.results import Results, report
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.architectures import ARCHITECTURES, PARTS
@@ -59,14 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     results = Results(options.out / "compiled.json", {"command": "python -m benchmarks.compiled"})
     with TemporaryDirectory() as folder, CompilePool(ArtifactStore(folder)) as pool:
-        for architecture in options.architectures:
-            for family in options.families:
-                refused = bool(families.refusal_here(family, DEVICES[architecture]))
-                row = compiled(pool, family, DEVICES[architecture], 0 if refused else options.kernels)
-                if refused and results.find(row) is None:
-                    continue
-                print(row, flush=True)
-                results.put(row)
+        for architecture, family in itertools.product(options.architectures, options.families):
+            refused = bool(families.refusal_here(family, DEVICES[architecture]))
+            row = compiled(pool, family, DEVICES[architecture], 0 if refused else options.kernels)
+            if not refused or results.find(row) is not None:
+                report(results, [row])
 
 
 def drawn(family: str, device: Device, count: int) -> Iterator[tuple[Problem, Candidate]]:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,14 +21,16 @@ from benchmarks.interleave import Run, one_line
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.dispatch.api import refresh
 from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import FAMILY as LIBRARY
 from tunegemm.generate.cublaslt import TORCH_MM
+from tunegemm.measure.evidence import leaders
 from tunegemm.measure.operands import make_operands
-
-if TYPE_CHECKING:
-    from tunegemm.store import Database
+from tunegemm.store import Database, packs
+from tunegemm.store.validity import judge_stored
+from tunegemm.torch.functions import matmul
 
 
 class Skip(Exception):
@@ -135,50 +136,33 @@ def family_best(name: str) -> Provider:
     """The provider of a single kernel family of ours: its candidate with the best stored evidence."""
 
     def provider(problem: Problem, device: Device, options: Options) -> list[Contender]:
-        from tunegemm.measure.evidence import leaders
-        from tunegemm.store import Database, packs
-        from tunegemm.store.validity import judge_stored
-
-        try:
-            with Database.open(options.database, read_only=True) as database:
-                entries = [
-                    entry
-                    for entry in database.measurements(problem)
-                    if entry.candidate.family == name and judge_stored(entry, device.fingerprint).usable
-                ]
-        except TunegemmError as error:
-            raise Skip(str(error)) from None
-        if not entries:
-            raise Skip(f"no {name} candidate is in the database for this device; run with --tune")
-        best = leaders(entries)[0]
-        candidate = best.candidate
         family = families.generator(name)
         try:
+            with Database.open(options.database, read_only=True) as database:
+                stored = [each for each in database.measurements(problem) if each.candidate.family == name]
+            entries = [each for each in stored if judge_stored(each, device.fingerprint).usable]
+            if not entries:
+                raise Skip(f"no {name} candidate is in the database for this device; run with --tune")
+            candidate = leaders(entries)[0].candidate
             artifact = packs.find(family.kernel_key(problem, candidate, device))
             if artifact is None:
                 raise Skip(f"{family.label(candidate)} is not compiled; run with --tune")
             launch = family.load(problem, candidate, device, artifact.path)
             return [Contender(launch, family.label(candidate))]
         except (TunegemmError, ValueError, RuntimeError) as error:
-            raise Skip(f"{family.label(candidate)}: {one_line(error)}") from None
+            raise Skip(str(error)) from None
 
     return provider
 
 
 def is_settled(database: Database, problem: Problem, device: Device) -> bool:
     """Whether a problem has a confirmed record, by this software and these kernels, that is served here."""
-    from tunegemm.store.validity import judge_stored
-
     record = database.best(problem, device.fingerprint)
     return record is not None and record.confirmed and judge_stored(record, device.fingerprint).usable
 
 
 def tunegemm(problem: Problem, device: Device, options: Options) -> list[Contender]:
     """The user's view: tunegemm.matmul, with the dispatched kernel as the label."""
-    from tunegemm.dispatch.api import refresh
-    from tunegemm.store import Database
-    from tunegemm.torch.functions import matmul
-
     place = torch.device("cuda", device.index)
     operands = make_operands(problem, place, 0)
     refresh()

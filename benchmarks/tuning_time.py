@@ -100,12 +100,12 @@ def timed(problem: Problem, device: Device) -> dict[str, Any]:
         cold_s = time.time() - begin
         warm = process(problem, device, "warm", Path(folder))
     return {
-        **problem_fields(problem), "at_cap": cold["at_cap"], "first_s": warm["first_s"],
-        "warm_s": warm["seconds"], "next_s": warm["next_s"], "cold_s": round(cold_s, 2),
-        "imports_s": warm["imports_s"], "ready_s": warm["ready_s"],
+        **problem_fields(problem),
+        **{name: cold[name] for name in ("at_cap", "measured", "compiled", "ratio", "best")},
+        **{name: warm[name] for name in ("first_s", "next_s", "imports_s", "ready_s")},
+        "warm_s": warm["seconds"], "cold_s": round(cold_s, 2), "warm_ratio": warm["ratio"],
         "searched_s": round(warm["imports_s"] + warm["seconds"] - (warm["ready_s"] or warm["imports_s"]), 2),
-        "measured": cold["measured"], "compiled": cold["compiled"], "ratio": cold["ratio"],
-        "warm_ratio": warm["ratio"], "best": cold["best"], "note": cold["note"] or warm["note"],
+        "note": cold["note"] or warm["note"],
     }  # fmt: skip
 
 

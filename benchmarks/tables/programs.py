@@ -357,13 +357,10 @@ def vllm(data: Data) -> list[str]:
         f"{name} {mean_of(some)}, least {min(row['ratio'] for row in some):.3f}"
         for name, some in groups_of(rows, name_of).items()
     )
-    slower = [
-        f"{name_of(row)} of {row['sequences']} ({row['ratio']:.3f})"
-        for row in rows if 1 - row["ratio"] > row["noise"]
-    ]  # fmt: skip
+    slower = _slower([row | {"name": f"{name_of(row)} of {row['sequences']}"} for row in rows], "name")
     said = (
         f"Geometric means: {'; '.join(means)}. "
-        f"Slower than vLLM by more than the noise: {', '.join(slower) or 'none'}; faster: "
+        f"Slower than vLLM by more than the noise: {slower}; faster: "
         f"{sum(row['ratio'] - 1 > row['noise'] for row in rows)} of {len(rows)}."
     )
     for way, where in ((False, "Without fused gates"), (True, "With all gates fused")):
