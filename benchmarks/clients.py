@@ -62,10 +62,8 @@ class Size:
     vocabulary: int = 128256
     prompt: int = 4096
     context: int = CONTEXT
-
     tied: bool = False
     """Whether the head's weight is the embedding's."""
-
     sequences: int = 1
     """How many prompts a training step has."""
 
@@ -104,9 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in within(options.within, options.workloads):
         rows = measure(name, {"torch": model, "tunegemm": tuned}, size, place, options)
         wrong += report(results, rows, _brief)
-    if results is not None:
-        print(f"written: {results.path}")
-    return 1 if wrong else 0
+    return int(wrong > 0)
 
 
 def build(size: Size, place: torch.device) -> LlamaForCausalLM:
@@ -128,12 +124,7 @@ def build(size: Size, place: torch.device) -> LlamaForCausalLM:
 def prefill(model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
     """One prompt; the logits of its last token."""
     ids = tokens_of((1, size.prompt), size, place)
-
-    def step() -> torch.Tensor:
-        with torch.no_grad():
-            return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-
-    return step
+    return _forward(model, input_ids=ids, use_cache=False, logits_to_keep=1)
 
 
 def decode(batch: int, model: LlamaForCausalLM, size: Size, place: torch.device) -> Step:
@@ -141,10 +132,13 @@ def decode(batch: int, model: LlamaForCausalLM, size: Size, place: torch.device)
     ids = tokens_of((batch, 1), size, place)
     positions = torch.full((batch, 1), size.context, device=place)
     cache = _context(model, batch, size, place)
+    return _forward(model, input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
+
+def _forward(model: LlamaForCausalLM, **inputs: Any) -> Step:
     def step() -> torch.Tensor:
         with torch.no_grad():
-            return model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits
+            return model(**inputs).logits
 
     return step
 

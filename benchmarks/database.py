@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ from sqlalchemy import insert
 from benchmarks.command import parser_of
 from benchmarks.results import RESULTS, command_line
 from tunegemm.compile.ptxas import Resources
-from tunegemm.describe.architectures import PARTS
-from tunegemm.describe.device import Device, Fingerprint, device_from_part, package_version
+from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import document_of
@@ -52,13 +52,8 @@ _SAMPLES = {SCREEN: 7, FINAL: 21}
 
 def device(part: str = "h200", driver: str = "580.0") -> Device:
     """A device to publish under. Nothing is measured on it: the rows are synthetic, in files of their own."""
-    known = PARTS[part]
-    capability = ".".join(map(str, known.capability))
-    fingerprint = Fingerprint(
-        known.device_name, known.sm_count, capability, "", known.sm_count, driver,
-        "13.0", "2.11.0", "4.8.1", "3.6.0",
-    )  # fmt: skip
-    return device_from_part("cuda:0", known, fingerprint)
+    known = find_device(f"model:{part}")
+    return replace(known, spec="cuda:0", fingerprint=replace(known.fingerprint, driver=driver))
 
 
 def build(path: Path, shapes: int = SHAPES, toolchains: int = TOOLCHAINS, measured: int = MEASURED) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.command import command, parser_of
 from benchmarks.first_call import PROCESSES, fresh_processes
-from benchmarks.results import Results, problem_fields
+from benchmarks.results import Results, problem_fields, report
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
@@ -123,21 +123,19 @@ def run(problem: Problem, device: Device, results: Results) -> None:
                     call()
     timed = {f"{name}/{which}": call for name, pair in pairs.items() for which, call in enumerate(pair)}
     samples = host_times(timed, ROUNDS, torch.cuda.synchronize)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in pairs:
         own, reference = samples[f"{name}/0"], samples[f"{name}/1"]
         ratio = statistics.median(mine / theirs for mine, theirs in zip(own, reference, strict=True))
-        row = problem_fields(problem) | {
+        rows.append(problem_fields(problem) | {
             "call": name, "torch_us": round(statistics.median(reference), 3),
             "tunegemm_us": round(statistics.median(own), 3), "ratio": round(ratio, 4),
-        }  # fmt: skip
-        rows.append(row)
-        print(f"{name:45s} torch {row['torch_us']:7.2f}  tunegemm {row['tunegemm_us']:7.2f}  {ratio:.3f}")
+        })  # fmt: skip
     results.summary["ratio_to_torch_mm"] = rows[0]["ratio"]
     results.summary["worst_fall_back"] = max(
         row["ratio"] for row in rows if row["call"].startswith(FALL_BACK) and "enabled" not in row["call"]
     )
-    results.put(*rows)
+    report(results, rows)
 
 
 def host_times(calls: Mapping[str, Call], rounds: int, synchronize: Call) -> dict[str, list[float]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,7 +80,7 @@ def compared(
     backend = CudaBackend(device)
     backend.open()
     for index, problem in enumerate(problems):
-        started, tune_seconds = time.perf_counter(), None
+        tune_seconds = None
         if tuner and not (tuner.database and is_settled(tuner.database, problem, device)):
             tune_seconds = round(tuner.tune(problem, trials=trials).seconds, 2)
         row = measure(problem, device, backend, names, settings, rounds, known)
@@ -89,8 +88,7 @@ def compared(
         brief = "  ".join(
             f"{name} {got['median_us']:.1f}" for name, got in row["providers"].items() if "median_us" in got
         )
-        seconds = time.perf_counter() - started
-        print(f"[{index + 1}/{len(problems)}] {problem}: {brief} us ({seconds:.0f} s)", flush=True)
+        print(f"[{index + 1}/{len(problems)}] {problem}: {brief} us", flush=True)
 
 
 def summary(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def meta(device: Device, method: str, *packages: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": device.name,
         "driver": device.fingerprint.driver,
         "packages": versions | {name: package_version(name) for name in packages},
-        "clocks": clocks(device), "method": method,
+        "clocks": asdict(TelemetryReader(device.index).read()), "method": method,
     }  # fmt: skip
 
 
@@ -80,15 +81,6 @@ def command_line(arguments: list[str]) -> str:
         elif not word.startswith(tuple(f"{place}=" for place in _PLACES)):
             words.append(word)
     return " ".join(words)
-
-
-def clocks(device: Device) -> dict[str, Any]:
-    """SM clock (MHz), power (W), temperature (C) and throttle reasons at this moment."""
-    now = TelemetryReader(device.index).read()
-    return {
-        "sm_clock_mhz": now.sm_clock_mhz, "power_w": now.power_w, "temperature_c": now.temperature_c,
-        "throttle_reasons": list(now.throttle_reasons),
-    }  # fmt: skip
 
 
 def own_environment(folder: Path) -> dict[str, str]:
