@@ -111,11 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
 
 def summed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Differences, and the policy's cost as geometric means, over all rows of the file."""
-    result: dict[str, Any] = {"differing": sum(row["differing"] for row in rows)}
-    for other in ("fastest", "torch", "triton"):
-        ratios = [row[f"ratio_to_{other}"] for row in rows]
-        result[f"geometric_mean_to_{other}"] = geometric_mean(filter(None, ratios))
-    return result
+    return {"differing": sum(row["differing"] for row in rows)} | {
+        f"geometric_mean_to_{other}": geometric_mean(filter(None, (row[f"ratio_to_{other}"] for row in rows)))
+        for other in ("fastest", "torch", "triton")
+    }
 
 
 def product(problem: Problem) -> Callable[..., Any]:

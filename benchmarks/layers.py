@@ -251,19 +251,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _made(size: Size, rows: str, place: torch.device) -> tuple[nn.Sequential, torch.Tensor]:
-    """The layers, and their input."""
-    decodes = rows.startswith("d")
-    tokens, sequences = (1, int(rows[1:])) if decodes else (int(rows), 1)
-    model = build(size, place, sequences if decodes else 0)
-    return model, torch.randn(sequences, tokens, size.hidden, device=place, dtype=torch.bfloat16)
-
-
 def measure(
     name: str, size: Size, rows: str, place: torch.device, modes: Sequence[str], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """A row for each mode; without times on a CPU."""
-    model, x = _made(size, rows, place)
+    decodes = rows.startswith("d")
+    tokens, sequences = (1, int(rows[1:])) if decodes else (int(rows), 1)
+    model = build(size, place, sequences if decodes else 0)
+    x = torch.randn(sequences, tokens, size.hidden, device=place, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = copy.deepcopy(model).float()(x.float())
     if name.endswith("-whole"):

@@ -155,31 +155,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results.rows = [
         row for row in results.rows if row["strategy"] in STRATEGIES and row["regret"].keys() == wanted
     ]
-    printed = False
-    for timing, replay in replays.items():
-        for problem in replay.problems():
-            sweep = replay.sweep(problem)
-            values = recorded_values(sweep)
-            if not any(values.values()):
+    sweeps = [
+        (timing, problem, sweep, values)
+        for timing, replay in replays.items() for problem in replay.problems()
+        if any((values := recorded_values(sweep := replay.sweep(problem))).values())
+    ]  # fmt: skip
+    for timing, problem, sweep, values in sweeps:
+        of_sweep = problem_fields(problem) | {
+            "timing": timing, "recorded": sweep.recorded_at[:10], "candidates": len(values)
+        }  # fmt: skip
+        rows = []
+        for name in names:
+            seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
+            asked = (STRATEGIES[name](problem, values, replays[timing].device, seed) for seed in seeds)
+            try:
+                result = zip(*(regrets(each, values) for each in asked), strict=True)
+            except TunegemmError as error:
+                print(f"{problem}: {error}", file=sys.stderr)
                 continue
-            printed = True
-            of_sweep = problem_fields(problem) | {
-                "timing": timing, "recorded": sweep.recorded_at[:10], "candidates": len(values)
-            }  # fmt: skip
-            rows = []
-            for name in names:
-                seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
-                asked = (STRATEGIES[name](problem, values, replay.device, seed) for seed in seeds)
-                try:
-                    result = zip(*(regrets(each, values) for each in asked), strict=True)
-                except TunegemmError as error:
-                    print(f"{problem}: {error}", file=sys.stderr)
-                    continue
-                by_count = {str(count): list(item) for count, item in zip(COUNTS, result, strict=True)}
-                rows.append(of_sweep | {"strategy": name, "regret": by_count})
-            print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
-            results.put(*rows)
-    if not printed:
+            by_count = {str(count): list(item) for count, item in zip(COUNTS, result, strict=True)}
+            rows.append(of_sweep | {"strategy": name, "regret": by_count})
+        print(f"{problem}, {timing}, {len(values)} candidates", flush=True)
+        results.put(*rows)
+    if not sweeps:
         raise TunegemmError(f"no sweep of {options.recorded} has a measured candidate of {FAMILY}")
     results.summary = {"strategies": summary(results.rows)}
     results.put()

@@ -153,8 +153,7 @@ def run(device: Device, calls: int, results: Results) -> int:
 def prepare(case: Case, device: Device) -> None:
     """Compiles a case's kernel into the user's store."""
     operation = tunegemm.Operation(case.problem, case.candidate, device)
-    verdict = operation.can_implement()
-    if not verdict:
+    if not (verdict := operation.can_implement()):
         raise TunegemmError(f"{case.family} {case.reduction}: {verdict}; give another kernel in `cases`")
     operation.compile()
 

@@ -213,19 +213,14 @@ def peer(name: str, problem: Problem, device: Device, most_s: float) -> dict[str
         except subprocess.TimeoutExpired:
             return none | {"skipped": f"still running {_BESIDE_S:g} s after the limit of {most_s:g} s"}
         finally:
-            _end(process)
+            with contextlib.suppress(ProcessLookupError):  # with its compile workers, which may outlive it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         process_s = round(time.monotonic() - started, 2)
     if process.returncode:
         last = errors.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         return none | {"process_s": process_s, "skipped": last[0][:160]}
     return none | {"process_s": process_s} | json.loads(out.splitlines()[-1])
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """With its compile workers, which may outlive it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def print_peer(name: str, shape: str, spec: str, most_s: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.results import geometric_mean
 from benchmarks.tables.reading import (
@@ -48,13 +48,11 @@ def tuning_many(data: Data) -> list[str]:
     """The command's time for the products of several models, and peers' times for one product each."""
     commands, products = [], []
     for mode, rows in groups_of(data["rows"], lambda row: row["mode"]).items():
-        item = data[mode]
+        item = data[mode] | {"mode": mode}
         if "seconds" in item:
             last = max(row["last_s"] for row in rows if row["done"])
-            mean = f"{item['geometric_mean']:.3f}" if item["geometric_mean"] else "-"
-            commands.append(
-                item | {"mode": mode, "each": (last - item["first_s"]) / item["done"], "mean": mean}
-            )
+            item["mean"] = f"{item['geometric_mean']:.3f}" if item["geometric_mean"] else "-"
+            commands.append(item | {"each": (last - item["first_s"]) / item["done"]})
         for name, at in _POWER.items():
             products += _seconds([mode, name], (row for row in rows if row.get("at_cap") is at))
     columns: Columns = {
@@ -391,9 +389,7 @@ def batch_invariance(data: Data) -> list[str]:
     def epilogue(row: Row) -> str:
         return "" if row["epilogue"] == "none" else str(row["epilogue"])
 
-    def of_all_m(row: Row) -> tuple[Any, ...]:
-        return row["n"], row["k"], row["dtype"], row["epilogue"]
-
+    of_all_m = operator.itemgetter("n", "k", "dtype", "epilogue")
     rows = data["rows"]
     groups = {"all": rows} | groups_of(rows, lambda row: f"{row['dtype']} {epilogue(row)}".rstrip())
     groups |= groups_of(rows, lambda row: f"M = {row['m']}")
