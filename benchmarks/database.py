@@ -38,9 +38,11 @@ from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import document_of
 from tunegemm.measure.evidence import FINAL, SCREEN
 from tunegemm.measure.outcome import Measurement
+from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
 from tunegemm.store import Database
 from tunegemm.store.codec import encode_outcome
 from tunegemm.store.models import Base
+from tunegemm.store.queries import latest_records
 from tunegemm.store.schema import FASTEST
 
 OUT = RESULTS / "cpu" / "database.json"
@@ -134,9 +136,6 @@ def _cells(chance: random.Random, method: str) -> dict[str, Any]:
 
 def scale(path: Path) -> list[dict[str, Any]]:
     """Rows on the size and the speed of a large database, each time the median of five, after a first."""
-    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
-    from tunegemm.store.queries import latest_records
-
     begin = time.perf_counter()
     count = build(path)
     built_s = time.perf_counter() - begin

@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -104,17 +105,8 @@ def quack(problem: Problem, device: Device, options: Options) -> list[Contender]
     return [Contender(run, tune_seconds=tuned(run, problem, device, options))]
 
 
-def inductor(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """torch.compile's max-autotune with its Triton templates only: cuBLAS is a separate provider."""
-    return _compiled(problem, device, options, max_autotune_gemm_backends="TRITON")
-
-
-def max_autotune(problem: Problem, device: Device, options: Options) -> list[Contender]:
-    """torch.compile's max-autotune as a user has it: cuBLAS is among its choices."""
-    return _compiled(problem, device, options)
-
-
-def _compiled(problem: Problem, device: Device, options: Options, **settings: str) -> list[Contender]:
+def max_autotune(problem: Problem, device: Device, options: Options, **settings: str) -> list[Contender]:
+    """torch.compile's max-autotune, by default as a user has it: cuBLAS is among its choices."""
     try:
         import triton  # noqa: F401
         from torch._inductor import config
@@ -130,6 +122,10 @@ def _compiled(problem: Problem, device: Device, options: Options, **settings: st
 
     with config.patch(**settings):
         return [Contender(run, tune_seconds=tuned(run, problem, device, options))]
+
+
+#: With Inductor's Triton templates only: cuBLAS is a separate provider.
+inductor = partial(max_autotune, max_autotune_gemm_backends="TRITON")
 
 
 def family_best(name: str) -> Provider:

@@ -188,11 +188,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def meta_of(replay: ReplayDevice) -> dict[str, Any]:
     """The origin of rows from a recording: its GPU and driver, and today's packages."""
-    versions = {name: package_version(name) for name in ("tunegemm", "optuna")}
     return {
         "command": command_line(sys.argv), "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "gpu": replay.device.name, "driver": replay.device.fingerprint.driver,
-        "packages": {name: version for name, version in versions.items() if version}, "method": METHOD,
+        "packages": {name: found for name in ("tunegemm", "optuna") if (found := package_version(name))},
+        "method": METHOD,
     }  # fmt: skip
 
 

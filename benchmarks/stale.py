@@ -42,6 +42,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "joined": (*SERVED, _GRAPHS), "kind_choices": _KERNELS,
     "kinds": _FITTED, "layers": (*SERVED, _HARNESS), "llama": (*SERVED, _HARNESS), "order": _FITTED,
     "peers": _TUNED, "search": _SEARCHED,
+    "vllm": (*SERVED, "benchmarks/vllm_engine.py"),
     "selector": _FITTED, "sweep": _TUNED, "tuning_many": _TUNED, "tuning_time": _TUNED,
 }  # fmt: skip
 

@@ -120,7 +120,6 @@ def doors(scratch: Path) -> None:
 def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[list[Engine]]:
     """Starts engines together, each on an equal part of the CPUs, and ends them."""
     started: list[Engine] = []
-    began = time.monotonic()
     cpus = sorted(os.sched_getaffinity(0))
     share = len(cpus) // len(settings)
     try:
@@ -134,7 +133,6 @@ def engines(settings: Sequence[Setting], scratch: Path) -> Iterator[list[Engine]
     finally:
         for engine in started:
             engine.stop()
-        print(f"{len(started)} engines for {time.monotonic() - began:.0f} s", flush=True)
 
 
 def measure(
