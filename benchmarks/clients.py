@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = harness.model_parser("benchmarks.clients", __doc__, rounds=11)
     parser.add_argument("--model", choices=("8B", "1B"), default="8B", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="decoder layers (default: 2 of the 32 of 8B, all of 1B)")
-    parser.add_argument("--tiny", dest="model", action="store_const", const="tiny", help="few weights")
+    parser.add_argument("--tiny", dest="model", action="store_const", const="tiny", help="a tiny model")
     parser.add_argument("--sequences", type=int, default=1, help="prompts of a training step")
     add_names(parser, "workloads", WORKLOADS)
     add_names(parser, "modes", MODES)

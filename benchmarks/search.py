@@ -55,9 +55,8 @@ def by_chance(problem: Problem, values: Values, device: Device, seed: int) -> It
 
 
 def by_model(problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:
-    yield from (
-        ranking.candidate for ranking in model.alternate_rankings(model.rank(problem, values, device))
-    )
+    rankings = model.alternate_rankings(model.rank(problem, values, device))
+    yield from (ranking.candidate for ranking in rankings)
 
 
 def by_sampler(name: str, problem: Problem, values: Values, device: Device, seed: int) -> Iterator[Candidate]:

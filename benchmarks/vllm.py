@@ -1,6 +1,6 @@
 """Times vLLM with and without tunegemm's plug-in: tokens per second of a Llama model with random weights.
 
-    python -m benchmarks.vllm --only bf16 --seconds 230      # one kind in a stated time
+    python -m benchmarks.vllm --only bf16 --seconds 230      # one kind; invariant: VLLM_BATCH_INVARIANT=1
 
 With a quarter of Llama-3-8B's layers, a decode step would take 1 ms of the GPU and 2 of the host's
 scheduling, which hides kernels. The three engines of a kind, two of them without the plug-in, start
@@ -82,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for number, (phase, count) in enumerate(points):
                 seconds = (end - time.monotonic()) / (len(points) - number)
                 report(results, [measure(theirs, again, ours, phase, count, seconds)])
-    for of, rows in groups_of(results.rows, lambda row: (row["dtype"], row["mode"], row["phase"])).items():
-        print(
-            f"{' '.join(of)}: geometric mean {mean_of(rows)}, least {min(row['ratio'] for row in rows):.3f}"
-        )
+    for of, rows in groups_of(
+        results.rows, lambda row: f"{row['dtype']} {row['mode']} {row['phase']}"
+    ).items():
+        print(f"{of}: geometric mean {mean_of(rows)}, least {min(row['ratio'] for row in rows):.3f}")
 
 
 def settings_of(kind: str, layers: int) -> tuple[Setting, Setting, Setting]:

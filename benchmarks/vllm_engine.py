@@ -164,14 +164,16 @@ def _live(
     os.dup2(log, 2)
     os.environ.update(variables)
     try:
-        llm = _start(setting, folder)
+        vllm: Any = importlib.import_module("vllm")
+        llm = vllm.LLM(**arguments(setting, folder))
+        llm.apply_model(fill)
         gc.collect()
         gc.freeze()
         gc.disable()  # between samples it collects
         pipe.send((True, None))
         while True:
-            name, arguments = pipe.recv()
-            pipe.send((True, WORK[name](llm, *arguments)))
+            name, words = pipe.recv()
+            pipe.send((True, WORK[name](llm, *words)))
     except EOFError:
         pass
     except BaseException as error:
@@ -191,13 +193,6 @@ def arguments(setting: Setting, folder: Path) -> dict[str, Any]:
         "max_logprobs": -1,
         "logprobs_mode": "raw_logits", "kernel_config": {"enable_cutedsl_warmup": False},
     }  # fmt: skip
-
-
-def _start(setting: Setting, folder: Path) -> Any:
-    vllm: Any = importlib.import_module("vllm")
-    llm = vllm.LLM(**arguments(setting, folder))
-    llm.apply_model(fill)
-    return llm
 
 
 def fill(model: Any) -> None:

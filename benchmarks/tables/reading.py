@@ -17,7 +17,6 @@ Data = dict[str, Any]
 Row = dict[str, Any]
 #: Of a table, by name: a format of a row's fields, or a function of the row.
 Columns = Mapping[str, str | Callable[[Any], str]]
-NOT_MEASURED = "*Nothing measured yet: `{path}` is not there.*"
 
 
 class DocsError(Exception):
@@ -41,7 +40,7 @@ def load(results: Path, name: str) -> dict[str, Any] | None:
 def not_measured(results: Path, name: str) -> str:
     path = results / name
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
-    return NOT_MEASURED.format(path=shown)
+    return f"*Nothing measured yet: `{shown}` is not there.*"
 
 
 def of_file(
