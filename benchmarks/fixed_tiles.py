@@ -88,8 +88,7 @@ def of(problem: Problem) -> Callable[..., torch.Tensor]:
         tiles = triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n)
         # Offsets are of 32 bits.
         assert max(a.numel(), b.numel(), out.numel()) < 2**31 and a.stride(1) == b.stride(0) == 1
-        blocks = torch.cuda.get_device_properties(a.device).multi_processor_count
-        kernel[(min(blocks, tiles),)](
+        kernel[(min(multiprocessors(a), tiles),)](
             a, b, out, first, second, m, n, k, a.stride(0), b.stride(1), n, inside, tile_m, tile_n, tile_k,
             GROUP, num_stages=STAGES, num_warps=WARPS,
         )  # fmt: skip
@@ -97,3 +96,8 @@ def of(problem: Problem) -> Callable[..., torch.Tensor]:
         return reduce(lambda value, step: step(value, values, None), rest, out)
 
     return call
+
+
+def multiprocessors(tensor: torch.Tensor) -> int:
+    """Of the tensor's device."""
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
