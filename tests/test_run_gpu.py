@@ -13,9 +13,13 @@ import pytest
 
 from tests import run_gpu
 from tests.support.forks import Forks
+from tests.support.kernels import take_shipped
 from tests.support.processes import environment
 from tests.support.summary import Summary, facts_of_checkout
 from tests.support.waiting import until
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.ptxas import Resources
+from tunegemm.store import packing, packs
 
 #: A file of tests of each outcome. One is skipped, to be counted so. One hangs longer than the limit allows.
 TESTS = """
@@ -131,3 +135,20 @@ def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: 
     assert all("timeout_func_only=true" in command for command, *_ in asked)
     folders = [environment["TUNEGEMM_TEST_OBJECTS"] for *_, environment in asked]
     assert folders == [str(tmp_path / "objects"), "elsewhere"]
+
+
+def test_kernels_that_ship_are_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of another build of their compiler, too; those of another version are left out."""
+    here = packing.toolchain()["cutlass_dsl"]
+    for there, is_taken in ((here.partition("+")[0] + "+other", True), ("1.0.0", False)):
+        pack = packs.Pack(tmp_path / there, "1", {"cutlass_dsl": there}, (), is_package=True)
+        scratch = pack.store.scratch()
+        scratch.write_bytes(b"an object")
+        pack.store.add({"tile_m": 64, "cutlass_dsl": there}, scratch, Resources(1, 0, 0))
+        monkeypatch.setattr(packs, "shipped", lambda pack=pack: pack)
+        store = ArtifactStore(tmp_path / f"own {there}")
+        for _ in range(2):
+            take_shipped(store)
+            assert (store.find({"tile_m": 64, "cutlass_dsl": here}) is not None) == is_taken
+    monkeypatch.setattr(packs, "shipped", lambda: None)
+    take_shipped(store)
