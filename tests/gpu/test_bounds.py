@@ -67,7 +67,7 @@ def of_ends(kernels: Kernels, examples: Any, kind: tuple[str, ...]) -> Iterator[
         turned = out_major == "m"
         problem = replace(plain, m=n, n=m, out_major="m", alignment=0) if turned else plain
         for kernel in examples.of_each_schedule:
-            candidate = chosen(kernels, examples, problem, kernel, number)
+            candidate = chosen(kernels.device, examples, problem, kernel, number)
             if candidate is not None:
                 yield problem, candidate
 
