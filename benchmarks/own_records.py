@@ -14,16 +14,19 @@ from tunegemm.tuning.tuner import Tuner
 _ENOUGH = 1.01
 
 
-def record_own(database: Database, tuner: Tuner, problem: Problem, trials: int) -> bool:
+def record_own(
+    database: Database, tuner: Tuner, problem: Problem, trials: int, following: Problem | None = None
+) -> bool:
     """Tune a problem and make the tuner's fastest kernel its record, however fast. Returns whether there is
     one.
 
     A winner that gains less than dispatch requires, for example beside other work on the GPU, is stored with
     a sufficient gain.
 
-    database: a scratch one, because the stored ratio of a losing kernel is made up.
+    database: a scratch one, because the stored ratio of a losing kernel is made up. following: as of
+        `Tuner.tune`.
     """
-    result = tuner.tune(problem, trials=trials)
+    result = tuner.tune(problem, trials=trials, following=following)
     # Not the tuning's best: a race decided by noise leaves the record to torch.
     record = database.best(problem, tuner.device.fingerprint)
     if record is not None and not is_torch(record.candidate) and record.ratio >= _ENOUGH:

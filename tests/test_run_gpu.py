@@ -120,9 +120,19 @@ def test_programs_are_cases(tmp_path: Path) -> None:
 
 
 def test_what_runs() -> None:
+    measuring, others = run_gpu._MEASURING, run_gpu.computing()
+    assert sorted([*measuring, *others]) == sorted((run_gpu.ROOT / "tests" / "gpu").glob("test_*.py"))
     files = [path.name for path in run_gpu.marked()]
     assert "test_device.py" in files and "test_problem.py" not in files and "test_edges.py" not in files
     assert set(facts_of_checkout(run_gpu.ROOT)) == {"commit", "gpu", "torch"}
+
+
+def test_files_begin_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_gpu.in_processes(1) == []
+    for version, more in (("3.10.1", 1), ("3.8.0", 1), ("3.7.0", 0)):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
+        assert run_gpu.in_processes(9)[:4] == ["-n", "9", "--dist", "loadfile"]
+        assert run_gpu.in_processes(9)[4:] == ["--no-loadscope-reorder"] * more
 
 
 def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
