@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import run_gpu
+from tests.support import sampled
 from tests.support.forks import Forks
 from tests.support.kernels import take_shipped
 from tests.support.processes import environment
@@ -145,6 +147,19 @@ def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: 
     assert all("timeout_func_only=true" in command for command, *_ in asked)
     folders = [environment["TUNEGEMM_TEST_OBJECTS"] for *_, environment in asked]
     assert folders == [str(tmp_path / "objects"), "elsewhere"]
+
+
+def test_few_cases_have_each_two_values_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pairs(cases: list[Any]) -> set[Any]:
+        return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+
+    every = [case for case in itertools.product("abc", range(4), "xy", "pq") if case[:2] != ("a", 0)]
+    monkeypatch.setattr(sampled, "IS_WHOLE", False)
+    few, more = sampled.covering(every), sampled.covering(every, given=every[5:9])
+    assert pairs(few) == pairs(more) == pairs(every) and len(few) <= 12
+    assert {*every[5:9]} < {*more} and more == sorted(more) and sampled.covering(every) == few
+    monkeypatch.setattr(sampled, "IS_WHOLE", True)
+    assert sampled.covering(iter(every)) == every
 
 
 def test_kernels_that_ship_are_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
