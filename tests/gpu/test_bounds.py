@@ -384,17 +384,16 @@ def test_c_is_not_read_where_beta_is_zero(kernels: Kernels, way: str, text: str)
 
 @pytest.fixture(scope="module", autouse=True)
 def made(kernels: Kernels, request: pytest.FixtureRequest) -> None:
-    """All kernels of the module are compiled, on all cores."""
-    wanted = [
-        *(of_bytes(*case) for case in selected(request, "text", "n")),
-        *(of_subtiles(*case) for case in selected(request, "text", "tile_n", "epi_n")),
-        *(of_way(*case) for case in selected(request, "way", "text")),
-    ]
+    """All kernels of the module are begun, on all cores, in the order of the tests."""
+    wanted: list[Wanted] = []
     for examples, kind in selected(request, "examples", "kind"):
         wanted += of_ends(kernels, examples, kind)
     for store, text in selected(request, "store", "text"):
         wanted += of_stores(kernels.device, store, text)
-    kernels.make(
+    wanted += [of_bytes(*case) for case in selected(request, "text", "n")]
+    wanted += [of_subtiles(*case) for case in selected(request, "text", "tile_n", "epi_n")]
+    wanted += [of_way(*case) for case in selected(request, "way", "text")]
+    kernels.begin_all(
         (problem, candidate)
         for problem, candidate in wanted
         if families.get(candidate.family).check(problem, candidate, kernels.device).runs

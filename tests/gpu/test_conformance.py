@@ -135,7 +135,7 @@ def cases() -> list[Case]:
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     wanted = [(*case, KINDS[0]) for case in selected(request, "examples", "kernel")]
     wanted += selected(request, "examples", "kernel", "kind")
-    kernels.make(
+    kernels.begin_all(
         (problem, candidate) for case in wanted for problem, candidate, _ in on_shapes(kernels.device, *case)
     )
     return kernels

@@ -87,7 +87,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     sizes, pairs = selected(request, "vector_bytes"), selected(request, "kind", "kernel")
-    kernels.make(
+    kernels.begin_all(
         (square(kind, size), candidate(kernel, size))
         for kind, kernel, size in compiled_of(kernels.device)
         if (kind == KINDS[0] and (size,) in sizes) or (kind, kernel) in pairs

@@ -99,7 +99,8 @@ def pairs() -> list[Pair]:
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     wanted = [(problem_of(kind, SHAPES[0]), kernel) for kind, kernel in selected(request, "kind", "kernel")]
-    kernels.make((problem, candidate(kernel, problem)) for problem, kernel in wanted)
+    wanted += [scaled(*case) for case in selected(request, *SCALES)]
+    kernels.begin_all((problem, candidate(kernel, problem)) for problem, kernel in wanted)
     return kernels
 
 
@@ -151,16 +152,25 @@ OF_SCALES = itertools.product(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("swapped", "out_dtype", "epilogue", "accumulation"), covering(OF_SCALES))
+SCALES = ("swapped", "out_dtype", "epilogue", "accumulation")
+
+
+def scaled(
+    swapped: bool, out_dtype: str, epilogue: str, accumulation: str, shape: str = "256x512x1024"
+) -> tuple[Problem, tuple[str | int, ...]]:
+    problem = Problem.parse(
+        shape, dtype="fp8_e4m3_e5m2", out_dtype=out_dtype, epilogue=epilogue, accumulation=accumulation
+    )
+    return problem, ("cooperative", 128, 96, 4, 1, 1, 32, swapped, 1)
+
+
+@pytest.mark.parametrize(SCALES, covering(OF_SCALES))
 def test_scales_are_applied(
     kernels: Kernels, out_dtype: str, epilogue: str, accumulation: str, swapped: bool
 ) -> None:
     """By our kernel and by torch alike, on extents that the library takes and on ragged ones."""
     for shape in ("256x512x1024", "100x264x400"):
-        problem = Problem.parse(
-            shape, dtype="fp8_e4m3_e5m2", out_dtype=out_dtype, epilogue=epilogue, accumulation=accumulation
-        )
-        kernel = ("cooperative", 128, 96, 4, 1, 1, 32, swapped, 1)
+        problem, kernel = scaled(swapped, out_dtype, epilogue, accumulation, shape)
         chosen = candidate(kernel, problem)
         check_rules(kernels, problem, chosen)
         check_both(kernels, Case.of(problem, seed=1), chosen)

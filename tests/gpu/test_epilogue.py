@@ -42,13 +42,12 @@ SPLITS = [1, 1, 3, 1, 2, 1]
 
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
-    wanted = {(text, KERNELS.index(kernel)) for text, kernel in selected(request, "text", "kernel")}
     compiled = compiled_of(kernels.device)
-    kernels.make(
-        (replace(problem, epilogue=text), candidate(KERNELS[number]))
+    kernels.begin_all(
+        (replace(problem, epilogue=text), candidate(kernel))
+        for text, kernel in selected(request, "text", "kernel")
         for problem in PROBLEMS
-        for text, number in wanted
-        if (text, number, kind_of(problem)) in compiled
+        if (text, KERNELS.index(kernel), kind_of(problem)) in compiled
     )
     return kernels
 

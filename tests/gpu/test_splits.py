@@ -50,12 +50,13 @@ EPILOGUES = [
 
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
-    wanted = [fused(*case) for case in selected(request, "epilogue", "scheduler", "shape", "swap")]
-    cases = [(KINDS[0], kernel) for (kernel,) in selected(request, "kernel")]
-    for (layout, in_dtype, out_dtype), kernel in cases + selected(request, "kind", "kernel"):
+    wanted, cases = [], selected(request, "kind", "kernel")
+    cases += [(KINDS[0], kernel) for (kernel,) in selected(request, "kernel")]
+    for (layout, in_dtype, out_dtype), kernel in cases:
         problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
         wanted.append((problem, kernel))
-    kernels.make((problem, candidate(kernel)) for problem, kernel in wanted)
+    wanted += [fused(*case) for case in selected(request, "epilogue", "scheduler", "shape", "swap")]
+    kernels.begin_all((problem, candidate(kernel)) for problem, kernel in wanted)
     return kernels
 
 

@@ -116,8 +116,9 @@ def fitted(device: Device) -> tuple[Fitted, Fitted]:
 
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
-    if pairs := selected(request, "kernel", "layout"):
-        kernels.make(one for case, one in fitted(kernels.device)[1].items() if case[:2] in pairs)
+    for pair in selected(request, "kernel", "layout"):
+        compiled = fitted(kernels.device)[1]
+        kernels.begin_all(one for case, one in compiled.items() if case[:2] == pair)
     return kernels
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,12 @@ class Kernels:
         key = families.get(candidate.family).kernel_key(problem, candidate, self.device)
         return self.pool.submit(candidate.family, key)
 
-    def make(self, wanted: Iterable[tuple[Problem, Candidate]]) -> None:
-        """Compiles a module's kernels on all cores, before its tests and outside their timeout."""
-        wait([self.begin(problem, candidate) for problem, candidate in wanted])
+    def begin_all(self, wanted: Iterable[tuple[Problem, Candidate]]) -> None:
+        """A module's kernels compile on all cores meanwhile: each test waits for its own, so they are wanted
+        in the order of the tests.
+        """
+        for problem, candidate in wanted:
+            self.begin(problem, candidate)
 
     def compiled(self, problem: Problem, candidate: Candidate) -> Path:
         """The object of a kernel that compiles."""
