@@ -29,9 +29,9 @@ _GPU = ROOT / "tests" / "gpu"
 _MEASURING = (_GPU / "test_feedback.py", _GPU / "test_measure.py")
 #: Of the others those that take longest, by what they compile, tune or start: they begin first.
 _LONGEST = (
-    "sanitizer", "conformance", "bounds", "fused", "torch", "dispatch", "epilogue", "dtypes",
-    "batch_invariance", "groups", "threads", "cute_sm80", "joined", "device_layer", "skinny", "edges",
-    "splits", "layers", "groups_as_torch", "as_torch", "cluster",
+    "sanitizer", "conformance", "bounds", "threads", "fused", "torch", "dispatch", "batch_invariance",
+    "epilogue", "dtypes", "groups", "joined", "cute_sm80", "as_torch", "device_layer", "skinny", "edges",
+    "splits", "layers", "groups_as_torch", "cluster", "triton",
 )  # fmt: skip
 #: Before the limit pytest is interrupted, so that it says what was going on.
 _GRACE_S = 10.0
