@@ -91,13 +91,16 @@ def tune(problem: Problem, device: Device) -> None:
             print(f"tuned {each}", flush=True)
 
 
-def record_own(database: Database, tuner: Tuner, problem: Problem, trials: int) -> bool:
+def record_own(
+    database: Database, tuner: Tuner, problem: Problem, trials: int, following: Problem | None = None
+) -> bool:
     """Tunes a problem and makes the tuner's fastest kernel its record, however fast: a winner that gains less
     than dispatch requires is stored with a sufficient gain. Returns whether there is one.
 
-    database: a scratch one, because the stored ratio of a losing kernel is made up.
+    database: a scratch one, because the stored ratio of a losing kernel is made up. following: as of
+        `Tuner.tune`.
     """
-    result = tuner.tune(problem, trials=trials)
+    result = tuner.tune(problem, trials=trials, following=following)
     # Not the tuning's best: a race decided by noise leaves the record to torch.
     record = database.best(problem, tuner.device.fingerprint)
     if record is not None and not is_torch(record.candidate) and record.ratio >= _ENOUGH:

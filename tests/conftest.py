@@ -144,19 +144,11 @@ def device() -> Device:
 
 
 @pytest.fixture(scope="module")
-def kernels(device: Device, shared_folder: Path) -> Iterator[Kernels]:
-    """Compiles and loads kernels for it. A module that needs many overrides this and begins them at once.
-
-    TUNEGEMM_TEST_OBJECTS names a folder that keeps what was compiled from one run of the tests to the next.
-    """
+def kernels(device: Device, pool: CompilePool) -> Kernels:
+    """Compiles and loads kernels for it. A module that needs many overrides this and begins them at once."""
     from tests.support.kernels import Kernels
-    from tests.support.processes import compile_workers
-    from tunegemm.compile.artifacts import ArtifactStore
-    from tunegemm.compile.pool import CompilePool
 
-    store = ArtifactStore(Path(os.environ.get("TUNEGEMM_TEST_OBJECTS", shared_folder / "objects")))
-    with CompilePool(store, workers=compile_workers()) as pool:
-        yield Kernels(pool, device)
+    return Kernels(pool, device)
 
 
 @pytest.fixture
@@ -179,12 +171,16 @@ def h200() -> Device:
 
 @pytest.fixture(scope="session")
 def pool(shared_folder: Path) -> Iterator[CompilePool]:
-    """Its workers import the compilers once; what any process of the session has compiled is there."""
+    """Its workers import the compilers once; what any process of the session has compiled is there.
+
+    TUNEGEMM_TEST_OBJECTS names a folder that keeps what was compiled from one run of the tests to the next.
+    """
     from tests.support.processes import compile_workers
     from tunegemm.compile.artifacts import ArtifactStore
     from tunegemm.compile.pool import CompilePool
 
-    with CompilePool(ArtifactStore(shared_folder / "objects"), workers=compile_workers()) as pool:
+    store = ArtifactStore(Path(os.environ.get("TUNEGEMM_TEST_OBJECTS", shared_folder / "objects")))
+    with CompilePool(store, workers=compile_workers()) as pool:
         yield pool
 
 

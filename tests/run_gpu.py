@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -26,6 +27,12 @@ from tests.support.summary import Summary, facts_of_checkout, text_of
 ROOT = Path(__file__).parent.parent
 _GPU = ROOT / "tests" / "gpu"
 _MEASURING = (_GPU / "test_feedback.py", _GPU / "test_measure.py")
+#: Of the others those that take longest, by what they compile, tune or start: they begin first.
+_LONGEST = (
+    "sanitizer", "conformance", "bounds", "threads", "fused", "torch", "dispatch", "batch_invariance",
+    "epilogue", "dtypes", "groups", "joined", "cute_sm80", "as_torch", "device_layer", "skinny", "edges",
+    "splits", "layers", "groups_as_torch", "cluster", "triton",
+)  # fmt: skip
 #: Before the limit pytest is interrupted, so that it says what was going on.
 _GRACE_S = 10.0
 #: What a case may take: some compile kernels, beside all other processes.
@@ -45,12 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + given.limit
     Summary(given.out).begin(**facts_of_checkout(ROOT), begun=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
     run_pytest("measuring", [*_MEASURING, *marked()], given.out, end)
-    is_parallel = importlib.util.find_spec("xdist") is not None and given.workers > 1
-    many = ["-n", str(given.workers), "--dist", "loadfile"] if is_parallel else []
-    ignored = [f"--ignore={path}" for path in _MEASURING]
     with ThreadPoolExecutor(1) as beside:
         cases = beside.submit(run_cases, cases_in(given.cases), given.out, end) if given.cases else None
-        run_pytest("computing", [_GPU], given.out, end, *many, *ignored)
+        run_pytest("computing", computing(), given.out, end, *in_processes(given.workers))
     summary = Summary(given.out)
     if cases is not None:
         summary.known["parts"]["cases"] = cases.result()
@@ -64,6 +68,21 @@ def marked() -> list[Path]:
     """Files elsewhere that have tests of a GPU; the others' packages may not be installed."""
     found = (path for path in sorted((ROOT / "tests").rglob("test_*.py")) if _GPU not in path.parents)
     return [path for path in found if "pytest.mark.gpu" in path.read_text()]
+
+
+def computing() -> list[Path]:
+    """The files of tests/gpu that do not measure, in the order in which they begin."""
+    first = [_GPU / f"test_{name}.py" for name in _LONGEST]
+    return [*first, *sorted({*_GPU.glob("test_*.py")}.difference(first, _MEASURING))]
+
+
+def in_processes(count: int) -> list[str]:
+    """Options of pytest: a file in each process, in their order. An older xdist begins with most tests."""
+    if importlib.util.find_spec("xdist") is None or count < 2:
+        return []
+    major, minor = map(int, importlib.metadata.version("pytest-xdist").split(".")[:2])
+    keeps_order = ["--no-loadscope-reorder"] if (major, minor) >= (3, 8) else []
+    return ["-n", str(count), "--dist", "loadfile", *keeps_order]
 
 
 def run_pytest(part: str, paths: Sequence[Path], out: Path, end: float, *options: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -12,10 +13,15 @@ from typing import Any
 import pytest
 
 from tests import run_gpu
+from tests.support import sampled
 from tests.support.forks import Forks
+from tests.support.kernels import take_shipped
 from tests.support.processes import environment
 from tests.support.summary import Summary, facts_of_checkout
 from tests.support.waiting import until
+from tunegemm.compile.artifacts import ArtifactStore
+from tunegemm.compile.ptxas import Resources
+from tunegemm.store import packing, packs
 
 #: A file of tests of each outcome. One is skipped, to be counted so. One hangs longer than the limit allows.
 TESTS = """
@@ -116,9 +122,19 @@ def test_programs_are_cases(tmp_path: Path) -> None:
 
 
 def test_what_runs() -> None:
+    measuring, others = run_gpu._MEASURING, run_gpu.computing()
+    assert sorted([*measuring, *others]) == sorted((run_gpu.ROOT / "tests" / "gpu").glob("test_*.py"))
     files = [path.name for path in run_gpu.marked()]
     assert "test_device.py" in files and "test_problem.py" not in files and "test_edges.py" not in files
     assert set(facts_of_checkout(run_gpu.ROOT)) == {"commit", "gpu", "torch"}
+
+
+def test_files_begin_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_gpu.in_processes(1) == []
+    for version, more in (("3.10.1", 1), ("3.8.0", 1), ("3.7.0", 0)):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
+        assert run_gpu.in_processes(9)[:4] == ["-n", "9", "--dist", "loadfile"]
+        assert run_gpu.in_processes(9)[4:] == ["--no-loadscope-reorder"] * more
 
 
 def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,3 +147,33 @@ def test_compiling_is_outside_the_timeout_and_kept(tmp_path: Path, monkeypatch: 
     assert all("timeout_func_only=true" in command for command, *_ in asked)
     folders = [environment["TUNEGEMM_TEST_OBJECTS"] for *_, environment in asked]
     assert folders == [str(tmp_path / "objects"), "elsewhere"]
+
+
+def test_few_cases_have_each_two_values_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pairs(cases: list[Any]) -> set[Any]:
+        return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+
+    every = [case for case in itertools.product("abc", range(4), "xy", "pq") if case[:2] != ("a", 0)]
+    monkeypatch.setattr(sampled, "IS_WHOLE", False)
+    few, more = sampled.covering(every), sampled.covering(every, given=every[5:9])
+    assert pairs(few) == pairs(more) == pairs(every) and len(few) <= 12
+    assert {*every[5:9]} < {*more} and more == sorted(more) and sampled.covering(every) == few
+    monkeypatch.setattr(sampled, "IS_WHOLE", True)
+    assert sampled.covering(iter(every)) == every
+
+
+def test_kernels_that_ship_are_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of another build of their compiler, too; those of another version are left out."""
+    here = packing.toolchain()["cutlass_dsl"]
+    for there, is_taken in ((here.partition("+")[0] + "+other", True), ("1.0.0", False)):
+        pack = packs.Pack(tmp_path / there, "1", {"cutlass_dsl": there}, (), is_package=True)
+        scratch = pack.store.scratch()
+        scratch.write_bytes(b"an object")
+        pack.store.add({"tile_m": 64, "cutlass_dsl": there}, scratch, Resources(1, 0, 0))
+        monkeypatch.setattr(packs, "shipped", lambda pack=pack: pack)
+        store = ArtifactStore(tmp_path / f"own {there}")
+        for _ in range(2):
+            take_shipped(store)
+            assert (store.find({"tile_m": 64, "cutlass_dsl": here}) is not None) == is_taken
+    monkeypatch.setattr(packs, "shipped", lambda: None)
+    take_shipped(store)

@@ -17,13 +17,12 @@ import torch
 import tunegemm
 from benchmarks.batch_invariance import EVERY, KINDS, SAMPLED, compare, larger
 from tests.choose.test_neighbours import kernel
-from tests.support.processes import compile_workers
+from tests.support.kernels import Kernels
 from tests.support.serving import Row
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.compile.artifacts import ArtifactStore
-from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -37,6 +36,7 @@ from tunegemm.generate.tiles import ORDERED
 from tunegemm.groups import grouped
 from tunegemm.measure.operands import make_operands
 from tunegemm.model import shortlist
+from tunegemm.store import packing
 from tunegemm.store.provided import provide_grouped
 from tunegemm.store.record import Record
 
@@ -71,16 +71,15 @@ def problem_of(kind: str, m: int) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def rows(device: Device) -> list[Record]:
-    """Their records; the kernels are compiled into the tests' own store, where dispatch finds them."""
+def rows(kernels: Kernels, device: Device) -> list[Record]:
+    """Their records; the kernels are put into the user's store of these tests, where dispatch finds them."""
     wanted = [(problem_of(kind, m), candidate) for kind in KINDS for m, candidate in planted(kind).items()]
-    with CompilePool(ArtifactStore(), workers=compile_workers()) as pool:
-        futures = [
-            pool.submit("cute_sm90", families.get("cute_sm90").kernel_key(problem, candidate, device))
-            for problem, candidate in wanted
-        ]
-        for (problem, candidate), future in zip(wanted, futures, strict=True):
-            assert future.result().artifact is not None, (problem, candidate, future.result().failure)
+    kernels.begin_all(wanted)
+    for problem, candidate in wanted:
+        result = kernels.begin(problem, candidate).result()
+        assert result.artifact is not None, (problem, candidate, result.failure)
+        key = families.get("cute_sm90").kernel_key(problem, candidate, device)
+        packing.copy(ArtifactStore(), key, result.artifact)
     return [Row(problem, device.fingerprint, candidate) for problem, candidate in wanted]
 
 

@@ -51,7 +51,7 @@ def candidate(kernel: tuple[str | int, ...], **launch: str | int) -> Candidate:
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     wanted = itertools.product([kernel for (kernel,) in selected(request, "kernel")], ("index", "gpc"))
     problem = Problem.parse("512x512x512")
-    kernels.make((problem, candidate(kernel, cluster_order=order)) for kernel, order in wanted)
+    kernels.begin_all((problem, candidate(kernel, cluster_order=order)) for kernel, order in wanted)
     return kernels
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -24,8 +26,10 @@ from tests.support.numerics import (
     poisoned,
     relative_error,
 )
+from tests.support.sampled import covering
+from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
+from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import families
 
 pytestmark = pytest.mark.gpu
@@ -56,10 +60,15 @@ def square(kind: tuple[str, str, str]) -> Problem:
 
 SQUARE = square(KINDS[0])
 
+
+def label(examples: Examples, kernel: int) -> str:
+    return f"{examples.family}-{families.get(examples.family).label(examples.kernel(kernel))}"
+
+
 every_kernel = pytest.mark.parametrize(
     ("examples", "kernel"),
     [
-        pytest.param(one, kernel, id=f"{one.family}-{families.get(one.family).label(one.kernel(kernel))}")
+        pytest.param(one, kernel, id=label(one, kernel))
         for one in EXAMPLES
         for kernel in range(len(one.kernels))
     ],
@@ -67,21 +76,13 @@ every_kernel = pytest.mark.parametrize(
 every_family = pytest.mark.parametrize("examples", EXAMPLES, ids=lambda examples: examples.family)
 
 
-@pytest.fixture(scope="module")
-def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
-    wanted = [(KINDS[0], *case) for case in selected(request, "examples", "kernel")]
-    wanted += selected(request, "kind", "examples", "kernel")
-    kernels.make((square(kind), examples.kernel(kernel)) for kind, examples, kernel in wanted)
-    return kernels
-
-
-def runs(kernels: Kernels, problem: Problem, candidate: Candidate) -> bool:
+def runs(device: Device, problem: Problem, candidate: Candidate) -> bool:
     """Whether it can be launched: where a rule objects to its worth alone, it is right all the same."""
-    return families.get(candidate.family).check(problem, candidate, kernels.device).runs
+    return families.get(candidate.family).check(problem, candidate, device).runs
 
 
 def chosen(
-    kernels: Kernels, examples: Examples, problem: Problem, kernel: int, number: int
+    device: Device, examples: Examples, problem: Problem, kernel: int, number: int
 ) -> Candidate | None:
     """The kernel with its launch of that number, or one that it has; with fewer stages, where an fp32 output
     leaves room for no more. None where no kernel of the family has the problem.
@@ -89,23 +90,71 @@ def chosen(
     for fewer in ({}, {"stages": 2}):
         for shift in range(len(examples.launches)):
             candidate = examples.launch(kernel, number + shift, **fewer)
-            if runs(kernels, problem, candidate):
+            if runs(device, problem, candidate):
                 return candidate
     return None
 
 
-@every_kernel
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def on_shapes(
+    device: Device, examples: Examples, kernel: int, kind: tuple[str, str, str]
+) -> Iterator[tuple[Problem, Candidate, int]]:
+    """The problems of a kind that the kernel has, with what is launched and the padding of each row."""
+    layout, in_dtype, out_dtype = kind
+    for number, (m, n, k, batch, pad) in enumerate(SHAPES):
+        problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
+        if (candidate := chosen(device, examples, problem, kernel, number)) is not None:
+            yield problem, candidate, pad
+
+
+#: The tests' kernels of a kind: those that none has for it, and of the others enough that each value of a
+#: parameter has each layout and dtype. All have the first kind, which other tests launch, too.
+Case = tuple[int, int, tuple[str, str, str]]
+
+
+def parts_of(case: Case) -> Iterator[tuple[str, str, Value]]:
+    family, kernel, (layout, in_dtype, out_dtype) = case
+    params = EXAMPLES[family].kernel(kernel).params
+    for name, value in {**params, "layout": layout, "in_dtype": in_dtype, "out_dtype": out_dtype}.items():
+        yield EXAMPLES[family].family, name, value
+
+
+def cases() -> list[Case]:
+    h200 = find_device("model:h200")
+    every = [
+        (family, kernel, kind)
+        for kind in KINDS
+        for family, examples in enumerate(EXAMPLES)
+        for kernel in range(len(examples.kernels))
+    ]
+    there = [case for case in every if any(on_shapes(h200, EXAMPLES[case[0]], *case[1:]))]
+    covered = covering(there, parts_of, given=[case for case in there if case[2] == KINDS[0]])
+    return [case for case in every if case in covered or case not in there]
+
+
+@pytest.fixture(scope="module")
+def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
+    wanted = [(*case, KINDS[0]) for case in selected(request, "examples", "kernel")]
+    wanted += selected(request, "examples", "kernel", "kind")
+    kernels.begin_all(
+        (problem, candidate) for case in wanted for problem, candidate, _ in on_shapes(kernels.device, *case)
+    )
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("examples", "kernel", "kind"),
+    [
+        pytest.param(EXAMPLES[one], kernel, kind, id=f"{'-'.join(kind)}-{label(EXAMPLES[one], kernel)}")
+        for one, kernel, kind in cases()
+    ],
+)
 def test_right_on_every_shape(
     kernels: Kernels, examples: Examples, kernel: int, kind: tuple[str, str, str]
 ) -> None:
-    layout, in_dtype, out_dtype = kind
     launched = 0
-    for number, (m, n, k, batch, pad) in enumerate(SHAPES):
-        problem = Problem.parse(f"{m}x{n}x{k}x{batch}", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
-        if (candidate := chosen(kernels, examples, problem, kernel, number)) is not None:
-            check_product(kernels.load(problem, candidate), problem, str(candidate), pad=pad, runs=2)
-            launched += 1
+    for problem, candidate, pad in on_shapes(kernels.device, examples, kernel, kind):
+        check_product(kernels.load(problem, candidate), problem, str(candidate), pad=pad, runs=2)
+        launched += 1
     if launched < len(SHAPES) - 1:  # a kernel may be without a batch
         verdict = families.get(examples.family).check(square(kind), examples.kernel(kernel), kernels.device)
         assert launched == 0 and verdict.rule in examples.refusals, (launched, verdict)
@@ -117,7 +166,7 @@ def test_back_to_back_runs_agree_bitwise(kernels: Kernels, examples: Examples, k
     a = torch.randn(2048, 1000, device="cuda").bfloat16()
     b = torch.randn(2112, 1000, device="cuda").bfloat16().t()
     candidates = [examples.launch(kernel, number) for number in range(len(examples.launches))]
-    launched = [candidate for candidate in candidates if runs(kernels, problem, candidate)]
+    launched = [candidate for candidate in candidates if runs(kernels.device, problem, candidate)]
     assert launched
     for candidate in launched:
         check_bits(kernels.load(problem, candidate), a, b, str(candidate))

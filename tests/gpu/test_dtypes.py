@@ -3,6 +3,7 @@
 fp8 and tf32 against fp32 or fp64 products of the same operands, int8 to the bit.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.support.kernels import Kernels, selected
 from tests.support.numerics import Case
+from tests.support.sampled import covering
 from tunegemm.describe.device import Device
 from tunegemm.describe.precision import computing_fp32_in, fp32_precision
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
@@ -77,17 +79,28 @@ def problem_of(kind: tuple[str, str, str], shape: tuple[int, int, int, int]) -> 
     return Problem.parse(text, dtype=in_dtype, out_dtype=out_dtype, accumulation=accumulation)
 
 
-def pairs() -> Iterator[tuple[tuple[str, str, str], tuple[str | int, ...]]]:
-    for kind in KINDS:
-        for kernel in KERNELS:
-            if not (kind[2] == "two_level" and kernel[-1] == 2):  # those promote every 128 of k
-                yield kind, kernel
+Pair = tuple[tuple[str, str, str], tuple[str | int, ...]]
+
+
+def pairs() -> list[Pair]:
+    """Each value of a kernel's parameters with each of a kind; a kernel that has every kind is for others."""
+    every = [
+        (kind, kernel)
+        for kind, kernel in itertools.product(KINDS, KERNELS)
+        if not (kind[2] == "two_level" and kernel[-1] == 2)  # those promote every 128 of k
+    ]
+
+    def parts(pair: Pair) -> Iterator[tuple[int, str | int]]:
+        return enumerate((*pair[0], *pair[1]))
+
+    return covering(every, parts, given=[pair for pair in every if pair[1] == KERNELS[2]])
 
 
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     wanted = [(problem_of(kind, SHAPES[0]), kernel) for kind, kernel in selected(request, "kind", "kernel")]
-    kernels.make((problem, candidate(kernel, problem)) for problem, kernel in wanted)
+    wanted += [scaled(*case) for case in selected(request, *SCALES)]
+    kernels.begin_all((problem, candidate(kernel, problem)) for problem, kernel in wanted)
     return kernels
 
 
@@ -103,7 +116,7 @@ def check_both(kernels: Kernels, case: Case, chosen: Candidate) -> None:
     case.check(LIBRARY.load(case.problem, TORCH_MM, kernels.device, None), "torch")
 
 
-@pytest.mark.parametrize(("kind", "kernel"), [*pairs()], ids=lambda value: "-".join(map(str, value)))
+@pytest.mark.parametrize(("kind", "kernel"), pairs(), ids=lambda value: "-".join(map(str, value)))
 def test_right_on_every_shape(
     kernels: Kernels, kind: tuple[str, str, str], kernel: tuple[str | int, ...]
 ) -> None:
@@ -133,19 +146,31 @@ def test_the_baseline_is_right(
     assert fp32_precision() == "ieee", "the program's choice is left as it was"
 
 
-@pytest.mark.parametrize("accumulation", ["fast", "two_level"])
-@pytest.mark.parametrize("epilogue", ["scale_tensor", "scale_rowwise", "scale_rowwise+bias_n+gelu+amax"])
-@pytest.mark.parametrize("out_dtype", ["bf16", "fp16", "fp8_e4m3"])
-@pytest.mark.parametrize("swapped", [False, True])
+OF_SCALES = itertools.product(
+    [False, True], ["bf16", "fp16", "fp8_e4m3"],
+    ["scale_tensor", "scale_rowwise", "scale_rowwise+bias_n+gelu+amax"], ["fast", "two_level"],
+)  # fmt: skip
+
+
+SCALES = ("swapped", "out_dtype", "epilogue", "accumulation")
+
+
+def scaled(
+    swapped: bool, out_dtype: str, epilogue: str, accumulation: str, shape: str = "256x512x1024"
+) -> tuple[Problem, tuple[str | int, ...]]:
+    problem = Problem.parse(
+        shape, dtype="fp8_e4m3_e5m2", out_dtype=out_dtype, epilogue=epilogue, accumulation=accumulation
+    )
+    return problem, ("cooperative", 128, 96, 4, 1, 1, 32, swapped, 1)
+
+
+@pytest.mark.parametrize(SCALES, covering(OF_SCALES))
 def test_scales_are_applied(
     kernels: Kernels, out_dtype: str, epilogue: str, accumulation: str, swapped: bool
 ) -> None:
     """By our kernel and by torch alike, on extents that the library takes and on ragged ones."""
     for shape in ("256x512x1024", "100x264x400"):
-        problem = Problem.parse(
-            shape, dtype="fp8_e4m3_e5m2", out_dtype=out_dtype, epilogue=epilogue, accumulation=accumulation
-        )
-        kernel = ("cooperative", 128, 96, 4, 1, 1, 32, swapped, 1)
+        problem, kernel = scaled(swapped, out_dtype, epilogue, accumulation, shape)
         chosen = candidate(kernel, problem)
         check_rules(kernels, problem, chosen)
         check_both(kernels, Case.of(problem, seed=1), chosen)

@@ -54,7 +54,7 @@ def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     wanted = [(Problem.parse("512x512x512", layout=layout), kernel) for layout, kernel in plain]
     for (epilogue,) in selected(request, "epilogue"):
         wanted += [(Problem(512, 512, 512, epilogue=epilogue), kernel) for kernel in KERNELS]
-    kernels.make(
+    kernels.begin_all(
         (problem, candidate(kernel)) for problem, kernel in wanted if fuses(kernels, kernel, problem)
     )
     return kernels

@@ -25,6 +25,8 @@ FOUND = 9
 @pytest.fixture(scope="module")
 def compiled(kernels: Kernels) -> Path:
     """A store's folder with the kernels, so that the compiler does not run under the sanitizer."""
+    if SANITIZER is None:
+        pytest.skip("needs compute-sanitizer, of CUDA's toolkit; there is none on PATH")
     operations = [*sanitized.operations()]
     for operation in operations:
         assert (verdict := operation.can_implement()), (operation.problem, verdict)
@@ -38,8 +40,7 @@ def compiled(kernels: Kernels) -> Path:
 
 
 def sanitize(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    if SANITIZER is None:
-        pytest.skip("needs compute-sanitizer, of CUDA's toolkit; there is none on PATH")
+    assert SANITIZER is not None
     command = [SANITIZER, "--tool", tool, "--error-exitcode", str(FOUND)]
     # What libraries ask the driver for and do not get, they do without.
     command += ["--report-api-errors", "no", sys.executable, "-m"]

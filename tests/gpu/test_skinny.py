@@ -64,7 +64,7 @@ def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
     for in_dtype, out_dtype, epilogue in selected(request, "in_dtype", "out_dtype", "epilogue"):
         problem = Problem.parse("8x512x512", dtype=in_dtype, out_dtype=out_dtype, epilogue=epilogue)
         wanted += [(problem, of_dtype(number, problem)) for number in (0, 5)]
-    kernels.make(wanted)
+    kernels.begin_all(wanted)
     return kernels
 
 

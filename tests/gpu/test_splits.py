@@ -7,6 +7,7 @@ import torch
 
 from tests.support.kernels import Kernels, selected
 from tests.support.numerics import TOLERANCE, Case, check_bits, check_product, poisoned, relative_error
+from tests.support.sampled import covering
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -49,12 +50,13 @@ EPILOGUES = [
 
 @pytest.fixture(scope="module")
 def kernels(kernels: Kernels, request: pytest.FixtureRequest) -> Kernels:
-    wanted = [fused(*case) for case in selected(request, "epilogue", "scheduler", "shape", "swap")]
-    cases = [(KINDS[0], kernel) for (kernel,) in selected(request, "kernel")]
-    for (layout, in_dtype, out_dtype), kernel in cases + selected(request, "kind", "kernel"):
+    wanted, cases = [], selected(request, "kind", "kernel")
+    cases += [(KINDS[0], kernel) for (kernel,) in selected(request, "kernel")]
+    for (layout, in_dtype, out_dtype), kernel in cases:
         problem = Problem.parse("512x512x512", dtype=in_dtype, out_dtype=out_dtype, layout=layout)
         wanted.append((problem, kernel))
-    kernels.make((problem, candidate(kernel)) for problem, kernel in wanted)
+    wanted += [fused(*case) for case in selected(request, "epilogue", "scheduler", "shape", "swap")]
+    kernels.begin_all((problem, candidate(kernel)) for problem, kernel in wanted)
     return kernels
 
 
@@ -111,10 +113,24 @@ def launches(kernel: tuple[str | int, ...], parts: int) -> list[Candidate]:
     ]
 
 
-@pytest.mark.parametrize("kernel", STATIC + STREAM, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
-@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def label(kernel: tuple[str | int, ...]) -> str:
+    return FAMILY.label(candidate(kernel).kernel)
+
+
+#: Of kinds, schedulers and tiles each two together; other tests launch every kernel of the first kind.
+OF_KINDS = covering(
+    itertools.product(KINDS, range(2), range(len(TILES))),
+    given=[*itertools.product(KINDS[:1], range(2), range(len(TILES)))],
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [(kind, (STATIC, STREAM)[scheduler][tile]) for kind, scheduler, tile in OF_KINDS],
+    ids=lambda value: "-".join(value) if len(value) == 3 else label(value),
+)
 def test_right_on_every_shape(
-    kernels: Kernels, kernel: tuple[str | int, ...], kind: tuple[str, str, str]
+    kernels: Kernels, kind: tuple[str, str, str], kernel: tuple[str | int, ...]
 ) -> None:
     layout, in_dtype, out_dtype = kind
     divided = 0
@@ -134,7 +150,7 @@ def test_right_on_every_shape(
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("kernel", STATIC + STREAM, ids=lambda kernel: FAMILY.label(candidate(kernel).kernel))
+@pytest.mark.parametrize("kernel", STATIC + STREAM, ids=label)
 def test_fifty_runs_agree_bitwise(kernels: Kernels, kernel: tuple[str | int, ...], reduction: str) -> None:
     """Whoever is late, and however launches crowd: equal inputs give equal bits."""
     problem = Problem.parse("700x1048x3080")
@@ -174,13 +190,13 @@ def test_replays_of_a_graph_are_right(
         assert all(torch.equal(out, want) for out, want in zip(outs, wanted, strict=True))
 
 
-FUSED = [
+FUSED = covering(
     (epilogue, scheduler, shape, swap)
     for epilogue in EPILOGUES
     for scheduler in ("static", "stream_k")
     for shape, swap in (("520x1056x2064", False), ("40x528x4112", True))
     if (epilogue[0], swap) != ("swiglu", True)
-]
+)
 
 
 def fused(
@@ -192,7 +208,11 @@ def fused(
     return problem, ("cooperative", scheduler, 128, 64, tile_k, 4, 1, 1, 32, swap)
 
 
-@pytest.mark.parametrize(("epilogue", "scheduler", "shape", "swap"), FUSED)
+@pytest.mark.parametrize(
+    ("epilogue", "scheduler", "shape", "swap"),
+    FUSED,
+    ids=lambda value: "-".join(filter(None, value)) if isinstance(value, tuple) else None,
+)
 def test_epilogues_and_dtypes(
     kernels: Kernels, epilogue: tuple[str, str, str], scheduler: str, shape: str, swap: bool
 ) -> None:

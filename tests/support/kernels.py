@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,14 @@ from typing import Any
 import pytest
 
 from tests.support.processes import compile_workers
+from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
 from tunegemm.generate.launching import Launcher
+from tunegemm.store import packing, packs
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,12 @@ class Kernels:
         key = families.get(candidate.family).kernel_key(problem, candidate, self.device)
         return self.pool.submit(candidate.family, key)
 
-    def make(self, wanted: Iterable[tuple[Problem, Candidate]]) -> None:
-        """Compiles a module's kernels on all cores, before its tests and outside their timeout."""
-        wait([self.begin(problem, candidate) for problem, candidate in wanted])
+    def begin_all(self, wanted: Iterable[tuple[Problem, Candidate]]) -> None:
+        """A module's kernels compile on all cores meanwhile: each test waits for its own, so they are wanted
+        in the order of the tests.
+        """
+        for problem, candidate in wanted:
+            self.begin(problem, candidate)
 
     def compiled(self, problem: Problem, candidate: Candidate) -> Path:
         """The object of a kernel that compiles."""
@@ -45,6 +52,18 @@ class Kernels:
         """A launcher of a kernel that compiles."""
         path = self.compiled(problem, candidate)
         return families.get(candidate.family).load(problem, candidate, self.device, path)
+
+
+def take_shipped(store: ArtifactStore) -> None:
+    """Kernels that ship are in the store from now on, by the names that the compilers here give them."""
+    if (pack := packs.shipped()) is None:
+        return
+    here, keys = packing.toolchain(), [*pack.each_key()]
+    random.shuffle(keys)  # processes that begin together take other ones first
+    for key in keys:
+        own = {**key, **{name: here[name] for name in here if name in key}}
+        if pack.suits(own) and store.find(own) is None and (artifact := pack.find(key)) is not None:
+            packing.copy(store, own, artifact)
 
 
 def selected(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
@@ -65,12 +84,16 @@ def tune_ours(problems: Iterable[Problem], trials: int) -> frozenset[Problem]:
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner
 
-    device = find_device("cuda:0")
+    device, wanted = find_device("cuda:0"), [*problems]
     with (
         Database.open() as database,
         Tuner(device, database, families=["cute_sm90"], workers=compile_workers()) as tuner,
     ):
-        done = frozenset(one for one in problems if record_own(database, tuner, one, trials))
+        done = frozenset(
+            one
+            for one, following in itertools.zip_longest(wanted, wanted[1:])
+            if record_own(database, tuner, one, trials, following)
+        )
     refresh()
     return done
 

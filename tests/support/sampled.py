@@ -1,11 +1,14 @@
-"""Kernels that tests compile: a spread of them in `.ci/run`, every one in `make test-kernels`."""
+"""Kernels that tests compile: a spread of them, and every one where TUNEGEMM_TEST_KERNELS is ``all``, as in
+`make test-kernels`.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tunegemm.testing.examples import Examples
 
@@ -23,6 +26,28 @@ def first_of_each(values: Iterable[Value], *, kind: Callable[[Value], Hashable])
     found = list(values)
     firsts = {kind(value): value for value in reversed(found)}
     return found if IS_WHOLE else [value for value in found if firsts[kind(value)] is value]
+
+
+def covering(
+    cases: Iterable[Value],
+    parts: Callable[[Any], Iterable[Hashable]] = enumerate,
+    given: Container[Value] = (),
+) -> list[Value]:
+    """Few of the cases, in their order, in which every two parts stand together that do in any case.
+
+    parts: of a case, by default the values of a tuple. given: cases that are among them anyway.
+    """
+    found = list(cases)
+    if IS_WHOLE:
+        return found
+    pairs = [{*itertools.combinations(parts(case), 2)} for case in found]
+    chosen = [case in given for case in found]
+    left = {*itertools.chain(*pairs)}.difference(*itertools.compress(pairs, chosen))
+    while left:  # the case that brings most, of equals the first
+        best = max(range(len(found)), key=lambda number: len(pairs[number] & left))
+        chosen[best] = True
+        left -= pairs[best]
+    return [*itertools.compress(found, chosen)]
 
 
 def sampled(examples: Examples) -> Examples:
