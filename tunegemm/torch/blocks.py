@@ -97,9 +97,9 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`tunegemm.scaled_mm` for scales other than those of whole operands or of rows and columns."""
     arguments = a, b, scale_a, scale_b
-    if torch.float8_e8m0fnu in (scale_a.dtype, scale_b.dtype) and are_of_blocks(*arguments):
-        arguments = a, b, in_fp32(scale_a), in_fp32(scale_b)
     if torch.compiler.is_exporting() or all(type(each) in PLAIN for each in arguments):
+        if torch.float8_e8m0fnu in (scale_a.dtype, scale_b.dtype) and are_of_blocks(*arguments):
+            arguments = a, b, in_fp32(scale_a), in_fp32(scale_b)
         check_scales(*arguments)
         if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
             is_traced = torch.compiler.is_compiling()
