@@ -31,13 +31,8 @@ from tests.support.as_torch import (
     outcome_of,
     strange_operands,
 )
-from tests.support.fusing import Recorded
-from tests.support.serving import serve_with
-from tunegemm.describe.device import find_device
+from tests.support.fusing import serve_recorded
 from tunegemm.describe.precision import computing_fp32_in
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 
 DEVICE = "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,14 +44,8 @@ MOST_SAMPLES, ALL_SAMPLES = 6, 16
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Serves every problem of CPU tensors, those of fp32, too."""
-    kernel, snapshot = StandIn(), Recorded()
-    planner = Planner(
-        device_type="cpu",
-        read=lambda: snapshot,
-        find=lambda _: find_device("model:h200"),
-        prepare=lambda record, _: Prepared(kernel.of(record.problem)),
-    )
-    serve_with(monkeypatch, Dispatcher(planner))
+    kernel = StandIn()
+    serve_recorded(monkeypatch, kernel)
     with warnings.catch_warnings(), computing_fp32_in("tf32"):
         warnings.simplefilter("ignore")
         yield kernel

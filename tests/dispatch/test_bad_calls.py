@@ -18,13 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import tunegemm
-from tests.support.fusing import Recorded
+from tests.support.fusing import serve_recorded
 from tests.support.serving import BF16, Kernel, operands, serve_with
 from tunegemm.choose.policies import Policy, parse_policy
 from tunegemm.describe.device import find_device
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArgumentError, ProblemError, TunegemmError
 from tunegemm.generate.families import completed
 from tunegemm.measure.outcome import Failure, Measurement
@@ -65,14 +63,7 @@ VALUES = values()
 @pytest.fixture(autouse=True)
 def _serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels for every problem of CPU tensors."""
-    kernel, snapshot = Kernel(), Recorded()
-    planner = Planner(
-        device_type="cpu",
-        read=lambda: snapshot,
-        find=lambda _: find_device("model:h200"),
-        prepare=lambda record, _: Prepared(kernel.of(record.problem)),
-    )
-    serve_with(monkeypatch, Dispatcher(planner))
+    serve_recorded(monkeypatch, Kernel())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

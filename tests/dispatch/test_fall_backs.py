@@ -15,17 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunegemm
 from tests.support.as_torch import StandIn
-from tests.support.fusing import Recorded
-from tests.support.serving import BF16, ByAddress, Kernel, calls_of, operands, serve_with
-from tunegemm.choose.snapshot import Snapshot
+from tests.support.fusing import serve_recorded
+from tests.support.serving import BF16, ByAddress, Kernel, calls_of, dispatcher_of, operands, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.store.record import Record
 from tunegemm.torch.lowering import site_of
 
@@ -53,13 +50,11 @@ def called(call) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def planner(monkeypatch) -> Iterator[Planner]:
-    """No record of anything."""
-    planner = Planner(device_type="cpu", read=lambda: Snapshot([]), find=lambda _: DEVICE)
-    serve_with(monkeypatch, Dispatcher(planner))
+def nothing_recorded(monkeypatch) -> Iterator[None]:
+    serve_with(monkeypatch, dispatcher_of([]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield planner
+        yield
     tunegemm.disable()
 
 
@@ -234,12 +229,8 @@ def test_int32_sums_are_exact():
 @pytest.mark.parametrize("served", [False, True])
 def test_dtypes_under_autocast(monkeypatch, served):
     if served:
-        kernel, everything = StandIn(), Recorded()
-        planner = Planner(
-            device_type="cpu", read=lambda: everything, find=lambda _: DEVICE,
-            prepare=lambda record, _: Prepared(kernel.of(record.problem)),
-        )  # fmt: skip
-        serve_with(monkeypatch, Dispatcher(planner))
+        kernel = StandIn()
+        serve_recorded(monkeypatch, kernel)
     a, b, bias = torch.randn(8, 32), torch.randn(32, 16), torch.randn(16)
     exact = a.bfloat16().float() @ b.bfloat16().float()
     c = torch.randn(8, 16)
@@ -289,11 +280,7 @@ def test_a_reduction_is_served_where_torch_allows_it(monkeypatch, settings, dtyp
     record = Record(problem, algorithm(scheme), DEVICE.fingerprint, ratio=1.5, layer="")
     kernel = ByAddress(problem) if (dtype, out) == ("bf16", "bf16") else Kernel()
     launch = kernel.launcher if isinstance(kernel, ByAddress) else kernel
-    planner = Planner(
-        device_type="cpu", read=lambda: Snapshot([record]), find=lambda _: DEVICE,
-        prepare=lambda record, _: Prepared(launch, packed=True, record=record),
-    )  # fmt: skip
-    serve_with(monkeypatch, Dispatcher(planner))
+    serve_with(monkeypatch, dispatcher_of([record], Prepared(launch, packed=True, record=record)))
     a, b = operands(dtype={"bf16": BF16, "fp16": FP16}[dtype])
     more = {} if out_dtype == "own" else {"out_dtype": torch.float32}
     setting, other = (
@@ -324,11 +311,7 @@ def test_a_reduction_is_served_where_torch_allows_it(monkeypatch, settings, dtyp
 def test_compiled_code_minds_the_settings(monkeypatch, settings):
     kernel = ByAddress(Problem(32, 48, 64))
     record = Record(kernel.problem, algorithm("OUTPUT_TYPE"), DEVICE.fingerprint, ratio=1.5, layer="")
-    planner = Planner(
-        device_type="cpu", read=lambda: Snapshot([record]), find=lambda _: DEVICE,
-        prepare=lambda record, _: Prepared(kernel.launcher, packed=True, record=record),
-    )  # fmt: skip
-    serve_with(monkeypatch, Dispatcher(planner))
+    serve_with(monkeypatch, dispatcher_of([record], Prepared(kernel.launcher, packed=True, record=record)))
     a, b = operands()
     out, form = torch.empty(32, 48, dtype=BF16), form_of(MATMUL, "")
     for allowed in (True, False, True):

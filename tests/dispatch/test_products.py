@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.support.serving import BF16, ByAddress, operands, quietly
+from tests.support.serving import BF16, ByAddress, deterministic, operands, quietly
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.forms import Operands, Refusal, describe
 from tunegemm.dispatch.launchers import Prepared
@@ -348,11 +348,8 @@ def test_tracing_sees_torch_matmul(serve, kernel):
 def test_deterministic_mode_is_torchs(serve, kernel):
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         quietly(dispatcher.matmul, a, b)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not kernel.calls
 
 

@@ -11,11 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support.serving import BF16, CANDIDATE, ByAddress, Kernel, Row, operands, quietly
+from tests.support.serving import BF16, CANDIDATE, ByAddress, Kernel, Row, dispatcher_of, operands, quietly
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.command import tune_command
-from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch.dispatcher import Dispatcher
@@ -46,9 +45,7 @@ def test_a_miss_warns_once_and_names_the_command(serve, kernel):
 
 
 def test_cpu_tensors_warn_once_with_the_command():
-    dispatcher = Dispatcher(
-        Planner(read=lambda: pytest.fail("the database must not be read for CPU tensors"))
-    )
+    dispatcher = Dispatcher(Planner(read=lambda: pytest.fail("read for CPU tensors")))
     a, b = operands()
     with pytest.warns(TunegemmWarning) as caught:
         for _ in range(2):
@@ -125,15 +122,7 @@ def test_library_algorithms_get_aligned_addresses(serve, kernel):
 
 def test_foreign_record_says_what_differs(device, kernel):
     foreign = replace(device.fingerprint, driver="1.2", sm_count=78, sm_budget=70)
-    rows = [Row(Problem(32, 48, 64), foreign)]
-    dispatcher = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: Snapshot(rows),
-            find=lambda _: device,
-            prepare=lambda *_: Prepared(kernel),
-        )
-    )
+    dispatcher = dispatcher_of([Row(Problem(32, 48, 64), foreign)], Prepared(kernel))
     with pytest.warns(TunegemmWarning, match=r"sm_count 78 \(here 132\), sm_budget 70 \(here 132\)"):
         dispatcher.matmul(*operands())
     assert not kernel.calls
@@ -187,19 +176,11 @@ def test_packed_only_launchers_get_packed_operands(serve, kernel):
 @pytest.mark.parametrize(
     "error", [ArtifactError("damaged\nobject"), ValueError("no such tile"), RuntimeError("CUDA")]
 )
-def test_a_kernel_that_cannot_be_prepared_is_a_miss(device, error):
+def test_a_kernel_that_cannot_be_prepared_is_a_miss(serve, error):
     def prepare(record, device):
         raise error
 
-    dispatcher = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: Snapshot([Row(Problem(32, 48, 64), device.fingerprint)]),
-            find=lambda _: device,
-            prepare=prepare,
-        )
-    )
-    a, b = operands()
+    dispatcher, (a, b) = serve(Problem(32, 48, 64), prepare=prepare), operands()
     with pytest.warns(TunegemmWarning, match=f"{str(error).splitlines()[0]}.*tunegemm tune"):
         assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
 
@@ -226,12 +207,11 @@ def test_unreadable_database_and_unknown_device_warn_once():
     def unknown(spec):
         raise DeviceError(f"{spec} is sm_75")
 
-    device = find_device("model:h200")
     a, b = operands()
-    dispatcher = Dispatcher(Planner(device_type="cpu", read=broken, find=lambda _: device))
+    dispatcher = dispatcher_of(read=broken)
     with pytest.warns(TunegemmWarning, match="no such database"):
         assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
-    dispatcher = Dispatcher(Planner(device_type="cpu", read=broken, find=unknown))
+    dispatcher = dispatcher_of(read=broken, find=unknown)
     with pytest.warns(TunegemmWarning, match="sm_75") as caught:
         dispatcher.matmul(a, b)
         dispatcher.matmul(a[:16], b)
@@ -240,15 +220,7 @@ def test_unreadable_database_and_unknown_device_warn_once():
 
 def test_refresh_reads_the_database_again(device, kernel):
     rows: list[Row] = []
-    dispatcher = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: Snapshot(rows),
-            find=lambda _: device,
-            prepare=lambda *_: Prepared(kernel),
-        )
-    )
-    a, b = operands()
+    dispatcher, (a, b) = dispatcher_of(rows, Prepared(kernel)), operands()
     with pytest.warns(TunegemmWarning):
         dispatcher.matmul(a, b)
     rows.append(Row(Problem(32, 48, 64), device.fingerprint))
@@ -261,9 +233,7 @@ def test_refresh_reads_the_database_again(device, kernel):
 
 def test_mode_off_reads_nothing(monkeypatch, kernel):
     monkeypatch.setenv("TUNEGEMM_MODE", "off")
-    dispatcher = Dispatcher(
-        Planner(device_type="cpu", read=lambda: pytest.fail("read"), find=lambda _: pytest.fail("asked"))
-    )
+    dispatcher = dispatcher_of(read=lambda: pytest.fail("read"), find=lambda _: pytest.fail("asked"))
     a, b = operands()
     assert torch.equal(quietly(dispatcher.matmul, a, b), torch.matmul(a, b))
     monkeypatch.setenv("TUNEGEMM_MODE", "of")
@@ -297,12 +267,9 @@ def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device
             samples = (10.0, 11.0, 10.5)
             database.confirm(Problem(m, 48, 64), real, Measurement(candidate, samples, samples, 1e-3, 0.003))
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
-    dispatcher = Dispatcher(
-        Planner(
-            device_type="cpu",
-            find=lambda _: real,
-            prepare=lambda record, _: TORCH if is_torch(record.candidate) else Prepared(kernel, tma=True),
-        )
+    dispatcher = dispatcher_of(
+        find=lambda _: real,
+        prepare=lambda record, _: TORCH if is_torch(record.candidate) else Prepared(kernel, tma=True),
     )
     a, b = operands()
     for m, hits in ((32, 1), (16, 1), (32, 2)):
@@ -313,13 +280,12 @@ def test_records_of_a_real_database_are_dispatched(monkeypatch, tmp_path, device
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no database" * 100])
-def test_missing_and_corrupt_databases_warn_once(monkeypatch, tmp_path, device, content):
+def test_missing_and_corrupt_databases_warn_once(monkeypatch, tmp_path, content):
     path = tmp_path / "tuning.sqlite"
     if content is not None:
         path.write_bytes(content)
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
-    dispatcher = Dispatcher(Planner(device_type="cpu", find=lambda _: device))
-    a, b = operands()
+    dispatcher, (a, b) = dispatcher_of(), operands()
     with pytest.warns(TunegemmWarning, match=r"tuning\.sqlite") as caught:
         assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
         assert torch.equal(dispatcher.matmul(a[:16], b), torch.matmul(a[:16], b))
@@ -336,8 +302,7 @@ def test_a_kernel_that_is_not_in_the_object_store_is_not_compiled_in_a_call(monk
     kernel = next(k for k in space.kernels() if family.check(problem, k, device))
     candidate = next(space.launches(kernel))
     monkeypatch.setattr(CompilePool, "submit", lambda *_: pytest.fail("compiled"))
-    rows = [Row(problem, device.fingerprint, candidate)]
-    dispatcher = Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device))
+    dispatcher = dispatcher_of([Row(problem, device.fingerprint, candidate)])
     a, b = operands(256, 256, 256)
     with pytest.warns(TunegemmWarning, match="not in the object store.*tunegemm tune --shape 256x256x256"):
         assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
@@ -358,14 +323,10 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
         looks.append(now[0])
         return len(rows)
 
-    dispatcher = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: Snapshot(rows, modified=modified()),
-            find=lambda _: device,
-            prepare=lambda record, _: Prepared(known.launcher if record.problem == known.problem else later),
-            modified=modified,
-        )
+    dispatcher = dispatcher_of(
+        read=lambda: Snapshot(rows, modified=modified()),
+        prepare=lambda record, _: Prepared(known.launcher if record.problem == known.problem else later),
+        modified=modified,
     )
     a, b = operands()
     quietly(dispatcher.matmul, a, b)
@@ -385,16 +346,11 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
     assert kept.items() <= dispatcher.planner.state.plans.items(), "plans of tuned kernels stay"
 
 
-def test_nothing_is_looked_for_during_graph_capture(device, monkeypatch):
+def test_nothing_is_looked_for_during_graph_capture(monkeypatch):
     looks, now = [], [0.0]
     monkeypatch.setattr("tunegemm.dispatch.planning.time.monotonic", lambda: now[0])
-    dispatcher = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: Snapshot(modified=looks.append(now[0])),
-            find=lambda _: device,
-            modified=lambda: looks.append(now[0]),
-        )
+    dispatcher = dispatcher_of(
+        read=lambda: Snapshot(modified=looks.append(now[0])), modified=lambda: looks.append(now[0])
     )
     a, b = operands()
     with pytest.warns(TunegemmWarning, match="no record"):

@@ -15,14 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
 from tests.support.grouped import DTYPES, Loops
-from tests.support.serving import Row
-from tunegemm.choose.snapshot import Snapshot
+from tests.support.serving import Row, deterministic, dispatcher_of
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import kernel_source_hash
@@ -172,11 +169,8 @@ def test_what_a_launch_does_not_take_is_torchs_each_time(loops: Loops) -> None:
 def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
     a, b, offs = operands()
     call = lambda: tunegemm.grouped_mm(a, b, offs=offs)  # noqa: E731
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         call()
-    finally:
-        torch.use_deterministic_algorithms(False)
     with FlopCounterMode(display=False):  # a dispatch mode
         call()
     with torch._subclasses.FakeTensorMode() as mode:
@@ -409,9 +403,7 @@ def recorded(loops: Loops, device: Device) -> Callable[..., list[GroupedChoice]]
 
         problem = Problem.of_groups(rows, N, K, GROUPS, **kind or {})
         row = Row(problem, device.fingerprint, candidate, kernel_source=kernel_source_hash(candidate.family))
-        row = replace(row, **facts)
-        planner = Planner(device_type="cpu", read=lambda: Snapshot([row]), find=lambda spec: device)
-        api.serve_by(Dispatcher(planner))
+        api.serve_by(dispatcher_of([replace(row, **facts)]))
         grouped.groups = grouped.Groups(load)
         return asked
 

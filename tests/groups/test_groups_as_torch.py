@@ -20,6 +20,7 @@ from tests.groups.test_along_k import Along
 from tests.support.as_torch import enabled, outcome_of
 from tests.support.grouped import Loops
 from tests.support.groups_as_torch import BF16, DIVISIONS, disagreements, ends, samples, scaled_samples
+from tests.support.serving import deterministic
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, choose, listed_along_k
 from tunegemm.torch import takeover
@@ -100,7 +101,7 @@ def test_ends_of_no_division_raise_nothing_that_torchs_do_not(kernel: Loops, end
 
 SURROUNDINGS = {
     "autocast": lambda call: _under(torch.autocast("cpu", BF16), call),
-    "deterministic": lambda call: _deterministic(call),
+    "deterministic": lambda call: _under(deterministic(), call),
     "inference mode": lambda call: _under(torch.inference_mode(), call),
     "vmap": lambda call: torch.vmap(lambda a: call(a))(torch.stack((A, A)))[1],
     "compiled": lambda call: torch.compile(call, backend="aot_eager", fullgraph=True)(A),
@@ -123,14 +124,6 @@ class Module(torch.nn.Module):
 def _under(context: Any, call: Any) -> Any:
     with context:
         return call(A)
-
-
-def _deterministic(call: Any) -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return call(A)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", SURROUNDINGS)

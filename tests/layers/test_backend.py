@@ -22,6 +22,7 @@ import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, WIDTH, Layer, Own, given, made
+from tests.support.serving import deterministic
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.planning import Planner
 from tunegemm.layers import backend, joint, sites
@@ -259,11 +260,8 @@ def test_deterministic_algorithms_are_torchs(kernels: Kernels) -> None:
     with torch.no_grad():
         run(x)
         before = len(kernels.gates), len(kernels.calls)
-        torch.use_deterministic_algorithms(True)
-        try:
+        with deterministic():
             same(model, run, x)
-        finally:
-            torch.use_deterministic_algorithms(False)
         assert (len(kernels.gates), len(kernels.calls)) == before
         run(x)
         assert len(kernels.gates) == before[0] + 1

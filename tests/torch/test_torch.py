@@ -7,58 +7,45 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.support.serving import BF16, CANDIDATE, Kernel, Row, calls_of, operands, serve_with
-from tunegemm.choose.snapshot import Snapshot
-from tunegemm.describe.device import Device, find_device
+from tests.support.fusing import serve_recorded
+from tests.support.serving import (
+    BF16,
+    CANDIDATE,
+    Kernel,
+    Row,
+    calls_of,
+    deterministic,
+    dispatcher_of,
+    operands,
+    uncached,
+)
+from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import TORCH, Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.torch import ops, takeover
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
 
 
-class Everything(Snapshot):
-    """A record for every problem."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.digest = os.urandom(8).hex()  # what other runs left on torch's disk is not to be taken
-
-    def find(self, problem, fingerprint):
-        return Row(problem, fingerprint, CANDIDATE)
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """All problems of CPU tensors are served by it."""
     kernel = Kernel()
-    serve_with(monkeypatch, serving(lambda record, _: Prepared(kernel.of(record.problem))))
+    serve_recorded(monkeypatch, kernel)
     return kernel
-
-
-def serving(prepare: Callable[[Any, Device], Prepared]) -> Dispatcher:
-    """A dispatcher of CPU tensors with a record for every problem."""
-    device = find_device("model:h200")
-    planner = Planner(device_type="cpu", read=Everything, find=lambda _: device, prepare=prepare)
-    return Dispatcher(planner)
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +93,8 @@ def test_backward_names_the_problems_that_autograd_asks_for(kernel, monkeypatch,
     a = torch.ones(*lead, m, k, dtype=BF16) if a_major == "k" else torch.ones(*lead, k, m, dtype=BF16).mT
     b = torch.ones(*lead, k, n, dtype=BF16) if b_major == "n" else torch.ones(*lead, n, k, dtype=BF16).mT
     asked = []
-    serve_with(monkeypatch, serving(lambda record, _: asked.append(record.problem) or Prepared(kernel)))
+    prepare = lambda record, _: asked.append(record.problem) or Prepared(kernel)  # noqa: E731
+    serve_recorded(monkeypatch, kernel, prepare=prepare)
     a.requires_grad_()
     b.requires_grad_()
     result = tunegemm.matmul(a, b)
@@ -168,11 +156,8 @@ def test_what_changed_since_the_forward_pass_is_noticed(kernel):
 def test_deterministic_gradients_are_torchs(kernel):
     a, b = operands()
     a.requires_grad_()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         tunegemm.matmul(a, b).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not kernel.calls
 
 
@@ -253,10 +238,7 @@ def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, mon
     monkeypatch.setattr(api.dispatcher.planner, "serves", lambda *_, **__: served)
     a, b = batch() if lead else operands()
     function = torch.compile(lambda a, b: tunegemm.matmul(a, b).relu(), fullgraph=True)
-    with (  # the caches know no records
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with uncached():
         result, (code, *_) = run_and_get_code(function, a, b)
     assert torch.equal(result, torch.matmul(a, b).relu())
     assert torch.equal(function(a, b), result)  # not under the mode that looked at the code
@@ -299,10 +281,7 @@ def test_inductors_code_is_what_it_is_with_torchs_products(kernel):
             called.count(word) for word in ("empty_strided", "cpp_fused", "_product(", "extern_kernels.mm(")
         ]
 
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
+    with uncached():
         ours, torchs = code(tunegemm.linear), code(torch_linear)
     assert ours[:2] == torchs[:2] and ours[2:] == [2, 0] and torchs[2:] == [0, 2]
 
@@ -522,11 +501,8 @@ def test_enable_leaves_the_rest_to_torch(kernel):
         torch.nn.functional.linear(a, b.t(), b[0])
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             torch.mm(a, b.t())
-        torch.use_deterministic_algorithms(True)
-        try:
+        with deterministic():
             torch.mm(a, b)
-        finally:
-            torch.use_deterministic_algorithms(False)
         assert not kernel.calls
         small = torch.empty(0, dtype=BF16)
         assert torch.equal(torch.mm(a, b, out=small), small)  # resized by torch
@@ -534,7 +510,7 @@ def test_enable_leaves_the_rest_to_torch(kernel):
 
 def test_a_miss_under_enable_is_torchs_own_kernel(kernel, monkeypatch):
     """Nothing recurses where dispatch falls back to torch."""
-    serve_with(monkeypatch, serving(lambda *_: TORCH))
+    serve_recorded(monkeypatch, kernel, prepare=lambda *_: TORCH)
     a, b = operands()
     a.requires_grad_()
     with tunegemm.enable():
@@ -694,11 +670,7 @@ def test_compiled_code_is_kept_by_the_records_that_decided(kernel):
 
     def run(*ratios: float) -> list[int]:
         rows = [Row(Problem(32, 48, 64), device.fingerprint, CANDIDATE, ratio) for ratio in ratios]
-        dispatcher = Dispatcher(Planner(
-            device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device,
-            prepare=lambda record, _: Prepared(kernel), modified=lambda: (),
-        ))  # fmt: skip
-        api.serve_by(dispatcher)
+        api.serve_by(dispatcher_of(rows, Prepared(kernel), modified=lambda: ()))
         torch._dynamo.reset()
         counters.clear()
         kernel.calls.clear()
