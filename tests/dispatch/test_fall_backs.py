@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.backends.cuda import matmul
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,18 +132,6 @@ def test_linear_with_a_bias_of_any_shape():
     assert called(lambda: tunegemm.matmul(*many, bias=bias, out=out)) == ["baddbmm"]
 
 
-def test_scaled_products_are_torchs():
-    a, b = (operand.to(FP8) for operand in operands(32, 48, 64))
-    one, bias = torch.ones(()), torch.ones(48, dtype=BF16)
-    rows, columns = torch.rand(32, 1), torch.rand(1, 48)
-    for scales in ((one, one), (rows, columns)):
-        for keywords in ({}, {"bias": bias}, {"use_fast_accum": True}):
-            given = {"out_dtype": BF16, **keywords}
-            expected = torch._scaled_mm(a, b, *scales, **given)
-            assert torch.equal(tunegemm.scaled_mm(a, b, *scales, **given), expected)
-            assert called(lambda: tunegemm.scaled_mm(a, b, *scales, **given)) == ["_scaled_mm"]  # noqa: B023
-
-
 # Rounded once
 
 
@@ -217,13 +204,13 @@ def test_fp8_products_with_any_step_after_them(text, out_dtype):
             torch.testing.assert_close(amax, expected.abs().amax(), rtol=1e-5, atol=1e-5)
 
 
+# Autocast
+
+
 def test_int32_sums_are_exact():
     a, b = torch.full((32, 4096), 127, dtype=torch.int8), torch.full((48, 4096), 127, dtype=torch.int8).t()
     a[:, 0] = 126
     assert torch.equal(tunegemm.matmul(a, b, out_dtype=torch.int32), torch._int_mm(a, b))
-
-
-# Autocast
 
 
 @pytest.mark.parametrize("served", [False, True])
@@ -320,30 +307,6 @@ def test_compiled_code_minds_the_settings(monkeypatch, settings):
             kernel.calls.clear()
             api.dispatcher.compiled(site_of((a, b)), form, a, b, (), (), out)
             assert len(kernel.calls) == allowed
-
-
-def test_sites_promise_all_but_rows() -> None:
-    """Traced operands: of one number of rows, of any, and those whose other extents may change."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    environment = ShapeEnv()
-    rows, other = (environment.create_unbacked_symint() for _ in range(2))
-    with FakeTensorMode(shape_env=environment):
-
-        def traced(*shape: int | torch.SymInt) -> torch.Tensor:
-            for extent in shape:
-                torch._check(extent >= 2)
-            return torch.empty(shape, dtype=BF16)
-
-        b = traced(64, 48)
-        of_rows = traced(rows, 64), b
-        sites = [site_of(of_rows), *(site_of((traced(m, 64), b)) for m in (16, 32))]
-        assert (
-            all(sites) and len({*sites, site_of(of_rows, "relu"), site_of((*of_rows, traced(rows, 48)))}) == 5
-        )
-        for operands in ((traced(16, 64), traced(64, other)), (*of_rows, traced(other, 48))):
-            assert not site_of(operands)
-        assert not site_of((traced(64, rows).t(), b)), "strides change with rows"
 
 
 # What a fall-back costs

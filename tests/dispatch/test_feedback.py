@@ -364,15 +364,6 @@ def test_online_keeps_what_won(online: Callable[..., Serving], database: Databas
     assert after.multiply(problem) and after.online.is_idle, "a hit: nothing is to be measured"
 
 
-def test_several_wait_for_one_idle_moment(online: Callable[..., Serving]) -> None:
-    serving = online(0.96)
-    for number in (0, 1, 0):
-        assert serving.multiply(problem_of(number))
-    serving.rest()
-    assert serving.measured == [problem_of(0), problem_of(1)]
-    assert not serving.multiply(problem_of(0)) and not serving.multiply(problem_of(1))
-
-
 def test_what_is_not_predicted_is_tuned_when_the_gpu_is_idle_and_served_from_then_on(
     online: Callable[..., Serving],
 ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import cProfile
 import os
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -435,19 +435,13 @@ def test_threads_agree_and_prepare_once(serve, kernel):
 
     dispatcher, (a, b) = serve(Problem(32, 48, 64), prepare=prepare), operands()
     expected = torch.matmul(a, b)
-    wrong = []
 
-    def work():
-        for _ in range(50):
-            if not torch.equal(dispatcher.matmul(a, b), expected):
-                wrong.append(1)
+    def work(_):
+        return all(torch.equal(dispatcher.matmul(a, b), expected) for _ in range(50))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(prepared) == 1 and len(kernel.calls) == 400
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+    assert len(prepared) == 1 and len(kernel.calls) == 400
 
 
 def test_plans_are_bounded(serve, kernel, monkeypatch):

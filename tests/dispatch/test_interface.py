@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,20 +187,14 @@ def test_layouts_and_keys_are_bounded(doubled: Doubled, monkeypatch: pytest.Monk
 
 def test_threads_under_policies_of_their_own_each_find_theirs(doubled: Doubled) -> None:
     a, b = operands()
-    expected, wrong = torch.mm(a, b) * 2, []
+    expected = torch.mm(a, b) * 2
 
-    def run(prefer: Any) -> None:
+    def run(prefer: Any) -> bool:
         with tunegemm.policy(prefer):
-            for _ in range(50):
-                if not torch.equal(doubled(a, b), expected):
-                    wrong.append(prefer)
+            return all(torch.equal(doubled(a, b), expected) for _ in range(50))
 
-    threads = [threading.Thread(target=run, args=(one,)) for one in ("batch_invariant", "deterministic") * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(run, ("batch_invariant", "deterministic") * 2))
 
 
 def test_a_state_has_five_caches() -> None:

@@ -95,14 +95,14 @@ def test_a_near_hit_is_silent_and_takes_the_next_option_where_an_object_is_missi
     assert len(tried) == 2 and len(kernel.calls) == 1
 
 
+# online
+
+
 def test_what_neighbours_refuse_is_silently_torchs(device, kernel):
     store = Store(device, 64, 128)
     store.rows[1] = Row(Problem(128, N, K), device.fingerprint, candidate(), 1.0)
     quietly(product, store.dispatcher(kernel), 112)
     assert kernel.calls == []
-
-
-# online
 
 
 def test_the_budget_is_the_processs(monkeypatch, device):

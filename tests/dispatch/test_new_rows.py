@@ -15,7 +15,6 @@ from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch import planning
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared
@@ -77,16 +76,6 @@ def test_what_is_known_of_a_range_is_what_each_of_its_rows_would_be_told(monkeyp
         expected = bool(select(snapshot, Problem(m, 512, 256), DEVICE).options)
         assert (served.below_autograd(a[:m], b) is not None) == expected, m
     assert served.planner.state.misses, "nothing was remembered"
-
-
-def test_new_rows_of_linear_are_a_look_up_too(monkeypatch) -> None:
-    asked, named = [], planning.named
-    monkeypatch.setattr(planning, "named", lambda *call: asked.append(call) or named(*call))
-    served = dispatcher_of()
-    a, weight = torch.zeros(3002, 256, dtype=BF16), torch.zeros(400, 256, dtype=BF16)
-    for m in (3000, 3001, 3002):
-        served.linear(a[:m], weight)
-    assert len(asked) == 1
 
 
 def test_other_strides_and_addresses_are_not_what_is_known(monkeypatch) -> None:

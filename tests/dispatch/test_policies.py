@@ -14,7 +14,7 @@ import torch
 
 import tunegemm
 from tests.choose.test_neighbours import kernel
-from tests.support.serving import BF16, Kernel, Row, deterministic, dispatcher_of, operands, quietly
+from tests.support.serving import Kernel, Row, dispatcher_of, operands, quietly
 from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, states
@@ -327,12 +327,3 @@ def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatch
     with pytest.warns(TunegemmWarning, match="TUNEGEMM_POLICY: policy 'quickest' is not known"):
         made.matmul(*operands())
     assert made.planner.policy == FASTEST
-
-
-def test_deterministic_torch_stays_deterministic(dispatcher):
-    """What torch promises under its own switch, torch keeps."""
-    made, kernels = dispatcher
-    a, b = operands()
-    with deterministic():
-        assert torch.equal(made.matmul(a, b), torch.matmul(a, b))
-    assert a.dtype is BF16 and not kernels["split"].calls

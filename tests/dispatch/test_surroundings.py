@@ -28,7 +28,6 @@ from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.planning import READ_SECONDS
 from tunegemm.errors import TunegemmWarning
 from tunegemm.store import Database
@@ -92,19 +91,24 @@ NO_ENTRY = "import pwd\ndef none(uid): raise KeyError(uid)\npwd.getpwuid = none"
 HOMELESS = {"HOME": None, "XDG_DATA_HOME": None, "XDG_CACHE_HOME": None}
 
 
-def test_without_a_home(tmp_path: Path, first_product: FirstProduct) -> None:
+UNNAMED = {"TUNEGEMM_DB": None, "TUNEGEMM_CACHE_DIR": None}
+
+
+@pytest.mark.parametrize(
+    ("prelude", "changes"),
+    [(NO_ENTRY, HOMELESS | UNNAMED), (NO_ENTRY, HOMELESS), ("", dict.fromkeys(HOMELESS, "file") | UNNAMED)],
+    ids=["none", "none, database and cache named", "a file"],
+)
+def test_without_a_home(
+    tmp_path: Path, first_product: FirstProduct, prelude: str, changes: dict[str, str | None]
+) -> None:
     """What ships serves on, and the miss is what it would be anywhere."""
-    said = first_product(NO_ENTRY, **HOMELESS, TUNEGEMM_DB=None, TUNEGEMM_CACHE_DIR=None)["said"]
+    Database.open(tmp_path / "own.sqlite", create=True).close()
+    (tmp_path / "file").touch()
+    changes = {name: value and str(tmp_path / value) for name, value in changes.items()}
+    said = first_product(prelude, **changes)["said"]
     assert len(said) == 2 and all("Tune it with" in line for line in said)
     assert not (tmp_path / "~").exists()
-
-
-def test_without_a_home_where_database_and_cache_are_named(
-    tmp_path: Path, first_product: FirstProduct
-) -> None:
-    Database.open(tmp_path / "own.sqlite", create=True).close()
-    said = first_product(NO_ENTRY, **HOMELESS)["said"]
-    assert len(said) == 2 and all("Tune it with" in line for line in said)
 
 
 def test_what_was_asked_for_without_a_home_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,19 +124,6 @@ def test_what_was_asked_for_without_a_home_says_so(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ArtifactError, match=r"no home folder.*TUNEGEMM_CACHE_DIR"):
         ArtifactStore().scratch()
     assert modified() and read_records()[1] == []
-
-
-def test_a_home_that_is_no_folder(tmp_path: Path, first_product: FirstProduct) -> None:
-    (tmp_path / "file").touch()
-    home = str(tmp_path / "file")
-    said = first_product(
-        HOME=home,
-        XDG_DATA_HOME=home,
-        XDG_CACHE_HOME=home,
-        TUNEGEMM_DB=None,
-        TUNEGEMM_CACHE_DIR=None,
-    )["said"]
-    assert len(said) == 2 and all("Tune it with" in line for line in said)
 
 
 def without_data(folder: Path) -> Path:
@@ -380,14 +371,6 @@ def test_torchs_own_error_is_the_users():
     a, b = operands()
     with said(), pytest.raises(RuntimeError, match="mat1 and mat2"):
         dispatcher_of(read=lambda: 1 / 0).matmul(a, b.t())
-
-
-def test_a_launch_that_fails_in_any_way_is_torchs(device):
-    def launch(*_: object) -> None:
-        raise AttributeError("no such symbol")
-
-    dispatcher = dispatcher_of([Row(Problem(32, 48, 64), device.fingerprint)], Prepared(launch))
-    assert "failed to launch (no such symbol)" in in_time(dispatcher)[0]
 
 
 def test_nvml_may_be_missing_or_fail(monkeypatch):

@@ -118,7 +118,7 @@ def serving_by(monkeypatch: pytest.MonkeyPatch, kernel: object) -> Iterator[None
     planted = {
         "device_type": lambda: "cpu",
         "gpu_of": lambda _: "NVIDIA H200",
-        "device_of": lambda _: None,
+        "device_of": lambda _: H200,
         "loaded": lambda *_: kernel,
         "allocation": lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]),
     }
