@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -147,21 +148,14 @@ def test_surroundings_change_nothing(kernel: Loops, name: str) -> None:
 
 def test_threads_have_their_own_products(kernel: Loops) -> None:
     kernel.quiet = False
-    wrong: list[int] = []
     begin = threading.Barrier(6)
 
-    def work(number: int) -> None:
+    def work(number: int) -> bool:
         a = torch.full((16, 64), float(number), dtype=BF16)
         offs = ends([number, number, 8, 16], "cpu")
         expected = torchs(a, B, offs=offs)
         begin.wait()
-        for _ in range(40):
-            if not torch.equal(tunegemm.grouped_mm(a, B, offs=offs), expected):
-                wrong.append(number)
+        return all(torch.equal(tunegemm.grouped_mm(a, B, offs=offs), expected) for _ in range(40))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and kernel.calls
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(6))) and kernel.calls
