@@ -46,12 +46,6 @@ def test_a_residual_that_no_kernel_of_ours_gains_is_added_by_the_library(device:
     assert select(Snapshot(), PROBLEM, find_device("model:h200")).outcome == "miss"
 
 
-def test_of_other_products_the_library_is_not_asked(device: Device) -> None:
-    for epilogue in ("", "bias_n+residual", "swiglu"):
-        problem = replace(PROBLEM, m=20000, epilogue=epilogue)
-        assert select(Snapshot(), problem, device).outcome == "miss"
-
-
 def test_a_faster_product_with_torchs_sum_behind_it_stays(device: Device) -> None:
     assert predictions.by_the_library(PROBLEM, device, [product(1.01, device)]).options
     assert "leaves" in predictions.by_the_library(PROBLEM, device, [product(1.3, device)]).refusal

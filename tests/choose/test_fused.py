@@ -5,39 +5,28 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
-import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fit.kind_choices import drawn, kinds_of
-from tests.choose.test_predictions import decides
 from tunegemm.choose import predictions
 from tunegemm.choose.invariance import ASKED, best_ranked, features_of
-from tunegemm.choose.predictions import Fitted, case_of, covers, load, outlook
+from tunegemm.choose.predictions import Fitted, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 from tunegemm.model.features import OF_GAIN
 from tunegemm.report.explain import explain_problem
-from tunegemm.resources import data_path
 
 H200 = "NVIDIA H200"
 ROWWISE: dict[str, Any] = {"dtype": "fp8_e4m3", "epilogue": "scale_rowwise"}
 SERVED = Problem.parse("8x6160x4112", **ROWWISE)
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("model:h200")
 
 
 def problems(count: int, kinds: str = "") -> list[Problem]:
@@ -114,51 +103,6 @@ def test_between_ends_that_are_surely_refused_nothing_passes(device: Device, mon
         assert each.rows is None or each.rows[0] <= problem.m <= each.rows[1]
 
 
-@pytest.mark.parametrize(
-    "epilogue", ["residual", "bias_n+residual", "bias_n+gelu", "geglu_tanh", "bias_n+swiglu"]
-)
-def test_steps_of_a_layer_are_served_without_tuning(epilogue: str) -> None:
-    found = select(Snapshot(), Problem.parse("8x4608x4096", epilogue=epilogue), find_device("model:h100-sxm"))
-    assert found.outcome == "predicted" and found.predictions[0].expected > 1.04
-
-
-def test_fp16_goes_by_what_bf16_gained() -> None:
-    device = find_device("model:h100-sxm")
-    for epilogue in ("bias_n", "residual", "swiglu"):
-        problem = Problem.parse("8x4608x4096", dtype="fp16", epilogue=epilogue)
-        assert covers(problem) and case_of(problem, None) == f"bf16 {epilogue}"
-        assert select(Snapshot(), problem, device).predictions, epilogue
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"epilogue": "scale_rowwise+relu"},
-        {"epilogue": "scale_tensor"},
-        {"batch": 2},
-        {"alignment": 8},
-        {"m": 20000},
-        {"n": 1 << 17},
-        {"b_major": "n"},
-        {"out_dtype": "fp16"},
-    ],
-)
-def test_other_products_are_not_predicted(device: Device, change: dict[str, Any]) -> None:
-    found = outlook(replace(SERVED, **change), device, lambda *_: "")
-    assert not decides(found) and not found.options
-
-
-def test_parts_of_a_gpu_and_other_gpus_are_not_predicted(device: Device) -> None:
-    part = replace(device, fingerprint=replace(device.fingerprint, mig="1g.18gb"))
-    for other in (part, find_device("model:a100-sxm-80gb"), device.with_sm_budget(60)):
-        assert not outlook(SERVED, other, lambda *_: "").options
-
-
-def test_a_policy_may_refuse_all(device: Device) -> None:
-    found = outlook(SERVED, device, lambda *_: "not that one")
-    assert not found.options and found.refusal.count("not that one") >= 1
-
-
 def test_what_torch_launches_counts(device: Device) -> None:
     """Of a product whose library was measured as a feature: the answer for another one is another."""
     gains = Fitted.of("fused", H200)
@@ -170,29 +114,3 @@ def test_what_torch_launches_counts(device: Device) -> None:
         for choice in (None, LibraryChoice(8, 64, 1, 4, 1), LibraryChoice(64, 64, 1, 1, 1))
     ]
     assert len(found) == ASKED and len({tuple(gains.forest(table)) for table in tables}) == 3
-
-
-def test_a_damaged_file_is_refused_and_is_one_warning(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "predictions-h200.jsonl"
-    assert Fitted.of("fused", H200, tmp_path) is None
-    text = data_path("db", path.name).read_text(encoding="utf-8").splitlines()[0]
-    at = random.Random(3).randrange(len(text) // 2, len(text) - 100)
-    for damaged in (text[:-200], text[:at] + "9" + text[at + 1 :], "[]", ""):
-        path.write_text(damaged, encoding="utf-8")
-        with pytest.raises(TunegemmError, match=r"is damaged.*install tunegemm again"):
-            Fitted.of("fused", H200, tmp_path)
-    for name in ("selector.toml", "invariant.toml", "order.json"):
-        shutil.copy(data_path("db", name), tmp_path)
-    monkeypatch.setattr(predictions, "data_path", lambda *parts: tmp_path.joinpath(*parts[1:]))
-    load.cache_clear()
-    try:
-        with pytest.warns(TunegemmWarning, match="there are no predictions until then") as said:
-            assert select(Snapshot(), SERVED, device).outcome == "miss"
-        assert len(said) == 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert select(Snapshot(), SERVED, device).outcome == "miss"
-    finally:
-        load.cache_clear()

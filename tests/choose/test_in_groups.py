@@ -67,16 +67,6 @@ def test_a_record_of_another_gpu_or_one_that_lost_to_torch_serves_nothing() -> N
     assert recorded(Snapshot([alone]), of_rows(4096), H200.fingerprint) is None, "nothing else was measured"
 
 
-def test_torch_that_waits_for_the_device_is_no_choice() -> None:
-    """Its call of fp16 asks the host how many rows each group has: no graph could hold it."""
-    problem = Problem.of_groups(4096, 2048, 7168, 32, dtype="fp16")
-    won = replace(row(problem, TORCH_MM, 1.0), confirmed=True)
-    assert recorded(Snapshot([won]), problem, H200.fingerprint) is None
-    ours = row(problem)
-    found = recorded(Snapshot([ours]), problem, H200.fingerprint)
-    assert found is not None and found.candidate == KERNEL
-
-
 def test_a_selection_says_by_what_it_goes() -> None:
     snapshot = Snapshot([row(of_rows(4096))])
     exact, near = (select(snapshot, of_rows(rows), H200) for rows in (4096, 3000))

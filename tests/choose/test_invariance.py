@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,6 @@ from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import completed, kernel_source_hash, reduction_class
 from tunegemm.model.shortlist import ordered_kernels
-from tunegemm.report.explain import explain_problem
 from tunegemm.resources import data_path
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
@@ -132,19 +130,6 @@ def test_every_number_of_rows_has_a_kernel_of_the_class(
         assert (found.outcome == "near") == (len(found.nears) == len(found.options))
 
 
-def test_a_batch_or_operands_of_another_alignment_take_the_same_kernels(
-    shipped: tuple[Snapshot, Device],
-) -> None:
-    snapshot, device = shipped
-    for problem in (Problem.parse("7x4096x4096x4"), Problem.parse("7x4096x4096", alignment=2)):
-        assert select(snapshot, problem, device, policy=POLICY).outcome == "near"
-
-
-@pytest.fixture
-def device() -> Device:
-    return find_device("model:h200")
-
-
 def test_a_record_of_the_class_is_served_though_torch_is_faster(device: Device) -> None:
     record = Row(BF16_PROBLEM, device.fingerprint, kernel(), ratio=0.9)
     found = select(Snapshot([record]), BF16_PROBLEM, device, policy=POLICY)
@@ -194,15 +179,6 @@ def test_another_gpus_kernel_is_borrowed_where_its_sources_are_todays(
     assert (snapshot.find_kernel(BF16_PROBLEM, device.fingerprint) is not None) == bool(found)
 
 
-@pytest.mark.parametrize(
-    "other", [TORCH_MM, Candidate.make("triton", {"tile_m": 64}), Candidate.make("cute_sm90", {"tile_n": 64})]
-)
-def test_kernels_without_tiles_and_of_families_that_trees_do_not_know_have_no_place(
-    device: Device, other: Candidate
-) -> None:
-    assert [one.kernel for one in ranked(BF16_PROBLEM, [other, kernel()], device)] == [kernel().kernel]
-
-
 def test_a_neighbour_is_preferred_to_what_is_expected_to_be_little_better(device: Device) -> None:
     def in_order(problem: Problem) -> list[Ranked]:
         return sorted(ranked(problem, ordered_kernels(problem), device), key=lambda one: -one.expected)
@@ -216,29 +192,6 @@ def test_a_neighbour_is_preferred_to_what_is_expected_to_be_little_better(device
     assert select(Snapshot([near]), problem, device, policy=POLICY).nears[0].origin is near
     far = Snapshot([replace(near, problem=replace(problem, m=problem.m // 8))])
     assert select(far, problem, device, policy=POLICY).options[0].candidate == first.candidate
-
-
-def test_kernels_that_ship_need_no_record(device: Device) -> None:
-    """And say so: their times for the problem are not known."""
-    for kind in KINDS:
-        problem = Problem.parse("3x640x1536", **kind)
-        found = select(Snapshot(), problem, device, policy=POLICY)
-        assert found.outcome == "near" and found.options, kind
-        assert all(one.candidate.kernel in ordered_kernels(problem) for one in found.options)
-        told = str(explain_problem(problem, device, policy=POLICY))
-        assert "a shipped kernel for this policy" in told
-        json.loads(json.dumps(explain_problem(problem, device, policy=POLICY).asdict(), allow_nan=False))
-
-
-def test_few_rows_take_small_tiles_and_many_take_large_ones(device: Device) -> None:
-    for kind in KINDS:
-        rows = []
-        for m in (1, 8192):
-            chosen = select(
-                Snapshot(), Problem.parse(f"{m}x4096x4096", **kind), device, policy=POLICY
-            ).options[0]
-            rows.append(chosen.candidate["tile_m"] * chosen.candidate["tile_n"])
-        assert rows[0] <= 64 * 64 < 128 * 128 <= rows[1], kind
 
 
 def test_a_damaged_order_is_one_warning_and_the_models_order(
@@ -288,8 +241,3 @@ def test_a_kernel_that_only_computes_too_much_is_launched_all_the_same(device: D
     assert verdict.rule == "cluster_extent" and verdict.runs and not verdict
     with pytest.raises(Exception, match="not in the object store"):
         find_object(record, device)
-
-
-def test_explain_says_what_is_outside(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    told = str(explain_problem(replace(BF16_PROBLEM, epilogue="relu"), device, policy=POLICY))
-    assert "torch: batch_invariant has no kernel" in told and "number of rows" in told

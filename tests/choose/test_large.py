@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from tunegemm.choose.invariance import FEW_ROWS, best_ranked, large_ranked, ranked, slowed_by_cap
-from tunegemm.describe.device import Device, find_device
+from tunegemm.choose.invariance import FEW_ROWS, best_ranked, large_ranked, ranked
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.generate import families
 from tunegemm.model.shortlist import large_kernels, large_lists, launched, ordered_kernels, ordered_lists
-
-
-@pytest.fixture
-def device() -> Device:
-    return find_device("model:h200")
 
 
 def goes_by_gpc(problem: Problem, device: Device) -> list[bool]:
@@ -51,14 +45,3 @@ def test_all_are_legal_ship_compiled_and_are_in_order(device: Device) -> None:
             family = families.generator(one.candidate.family)
             assert family.check(problem, one.candidate, device).runs
             assert family.kernel_key(problem, one.candidate, device) in shipped
-
-
-def test_one_row_of_clusters_shares_nothing(device: Device) -> None:
-    """Of so many rows as a cluster has, GPCs have no neighbours to take."""
-    assert not any(goes_by_gpc(Problem.parse("257x100x4096", epilogue="residual"), device))
-
-
-def test_the_cap_slows_what_lasts(device: Device) -> None:
-    problem = Problem.parse("8192x8192x8192", epilogue="residual")
-    launches = [one.candidate for one in best_ranked(problem, device)]
-    assert np.all(slowed_by_cap(problem, launches, device) > 0.01)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.choose.test_neighbours import kernel
 from tests.support.recorded import fill, recorded_device
-from tunegemm.choose.policies import Policy, parse_policy, read_check_groups, read_engine, read_mode
+from tunegemm.choose.policies import Policy, parse_policy, read_check_groups, read_engine
 from tunegemm.choose.selection import read_rivals, select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
@@ -161,16 +161,3 @@ def test_switches_are_0_or_1_or_as_usual(monkeypatch, text: str, served: bool, c
     for name in ("TUNEGEMM_VLLM", "TUNEGEMM_CHECK_GROUPS"):
         monkeypatch.setenv(name, text)
     assert (read_engine("vllm", pytest.fail), read_check_groups(pytest.fail)) == (served, checked)
-
-
-def test_another_value_of_a_switch_is_a_warning_and_has_no_effect(monkeypatch):
-    monkeypatch.setenv("TUNEGEMM_VLLM", "yes")
-    said: list[str] = []
-    assert read_engine("vllm", said.append)
-    assert said == ["TUNEGEMM_VLLM='yes' is not known and has no effect; use 0 or 1 or unset it"]
-
-
-@pytest.mark.parametrize("mode", ["off", "exact", "online"])
-def test_the_mode_is_the_one_that_is_named(monkeypatch, mode: str):
-    monkeypatch.setenv("TUNEGEMM_MODE", mode)
-    assert read_mode(pytest.fail) == mode

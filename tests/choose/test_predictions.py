@@ -19,7 +19,7 @@ from benchmarks.first_use import DIMENSIONS
 from fit.trees import put_model
 from tunegemm.choose import predictions
 from tunegemm.choose.policies import Policy
-from tunegemm.choose.predictions import FEATURES, Fitted, case_of, load, outlook
+from tunegemm.choose.predictions import FEATURES, Fitted, load, outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
@@ -34,11 +34,6 @@ from tunegemm.resources import data_path
 H200 = "NVIDIA H200"
 #: The GPUs that were measured: each has a file of its own.
 PARTS = ("h200", "h100-sxm")
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("model:h200")
 
 
 @pytest.fixture(scope="module", params=PARTS)
@@ -110,31 +105,11 @@ def test_what_torch_launches_counts(selector: Fitted, device: Device) -> None:
     assert asked == [(problem, 0)] * 3
 
 
-def test_margins_are_of_what_is_known_of_the_library(served: Problem) -> None:
-    assert case_of(served, None) == "unknown"
-    assert case_of(served, LibraryChoice(8, 64, 1, 4, 1)) == "known"
-
-
 def test_the_most_rows_are_those_of_the_fit(selector: Fitted, device: Device, served: Problem) -> None:
     most = selector.rows[-1]
     last, beyond = (selector.outlook(replace(served, m=m), device) for m in (most, most + 1))
     assert decides(last) and not decides(beyond) and beyond.rows[0] == most + 1
     assert beyond.refusal == f"predictions are for up to {most} rows"
-
-
-def test_fp16_is_served_as_bf16_is(device: Device, served: Problem) -> None:
-    """By the same kernels: it has the same instructions and bytes."""
-    half = replace(served, in_dtype="fp16", out_dtype="fp16")
-    ours, theirs = outlook(half, device), outlook(served, device)
-    assert [one.record.candidate for one in ours.options] == [one.record.candidate for one in theirs.options]
-    assert ours.options[0].record.problem == half
-
-
-def test_the_selection_says_predicted(device: Device, served: Problem) -> None:
-    found = select(Snapshot(), served, device)
-    assert found.outcome == "predicted" and found.options == tuple(one.record for one in found.predictions)
-    assert "x torch expected, at least" in found.why
-    assert select(Snapshot(), served, device, near=False).outcome == "miss"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from tests.support.as_torch import (
     PAIRS,
     SECOND,
     TAKEN,
-    Outcome,
     StandIn,
     agree,
     check,
@@ -31,13 +30,8 @@ from tests.support.as_torch import (
     outcome_of,
     strange_operands,
 )
-from tests.support.fusing import Recorded
-from tests.support.serving import serve_with
-from tunegemm.describe.device import find_device
+from tests.support.fusing import serve_recorded
 from tunegemm.describe.precision import computing_fp32_in
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 
 DEVICE = "cpu"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,14 +43,8 @@ MOST_SAMPLES, ALL_SAMPLES = 6, 16
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Serves every problem of CPU tensors, those of fp32, too."""
-    kernel, snapshot = StandIn(), Recorded()
-    planner = Planner(
-        device_type="cpu",
-        read=lambda: snapshot,
-        find=lambda _: find_device("model:h200"),
-        prepare=lambda record, _: Prepared(kernel.of(record.problem)),
-    )
-    serve_with(monkeypatch, Dispatcher(planner))
+    kernel = StandIn()
+    serve_recorded(monkeypatch, kernel)
     with warnings.catch_warnings(), computing_fp32_in("tf32"):
         warnings.simplefilter("ignore")
         yield kernel
@@ -164,22 +152,6 @@ def test_a_gradient_of_a_c_that_is_not_read(kernel):
         given = ((c, a, a), {"beta": 0, "alpha": alpha})
         expected = outcome_of(torch.addmm, *given, grad=True)
         assert not difference(expected, outcome_of(tunegemm.addmm, *given, grad=True), 1e-2)
-
-
-def test_a_gradient_that_is_a_negated_view(kernel):
-    a = torch.randn(32, 64).bfloat16()
-    w = torch.randn(48, 64).bfloat16()
-    grad = torch._neg_view(torch.randn(32, 48).bfloat16())
-    found = []
-    for call in (torch.matmul, tunegemm.matmul, enabled(torch.matmul)):
-        leaves = [a.clone().requires_grad_(), w.clone().requires_grad_()]
-        kernel.calls.clear()
-        result = call(leaves[0], leaves[1].t())
-        found.append(torch.autograd.grad(result, leaves, grad))
-        tunegemm.disable()
-        assert len(kernel.calls) == (0 if call is torch.matmul else 3)
-    for other in found[1:]:
-        assert not difference(Outcome(gradients=[*found[0]]), Outcome(gradients=[*other]), 2e-2)
 
 
 @pytest.mark.parametrize("place", range(4))

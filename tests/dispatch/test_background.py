@@ -24,11 +24,10 @@ import torch
 
 import tunegemm
 from tests.support.processes import environment
-from tests.support.serving import BF16, Kernel, Row, operands, quietly, serve_with
+from tests.support.serving import BF16, Kernel, Row, dispatcher_of, operands, quietly, serve_with, uncached
 from tests.support.waiting import until
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.predictions import outlook
-from tunegemm.choose.snapshot import Snapshot
 from tunegemm.compile.artifacts import ArtifactStore, Key
 from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.compile.ptxas import Resources
@@ -38,7 +37,6 @@ from tunegemm.dispatch import background, missing, planning
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared, prepare
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families, generator
 from tunegemm.report.explain import candidate_of
@@ -77,6 +75,12 @@ def compiled(pool: CompilePool, key: Key) -> Path:
     return artifact.path
 
 
+def pools_by(monkeypatch: pytest.MonkeyPatch, make: Callable[[], CompilePool]) -> None:
+    """Planners make their pools so."""
+    init = planning.Planner.__init__
+    monkeypatch.setattr(init, "__kwdefaults__", {**init.__kwdefaults__, "pool": make})
+
+
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[CompilePool]:
     """Those that were made."""
@@ -86,9 +90,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[CompilePool]:
         made.append(background.make_pool())
         return made[-1]
 
-    monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
-        **planning.Planner.__init__.__kwdefaults__, "pool": make,
-    })  # fmt: skip
+    pools_by(monkeypatch, make)
     return made
 
 
@@ -101,9 +103,7 @@ def known(pools: list[CompilePool], compiled: Path, monkeypatch: pytest.MonkeyPa
         pools.append(make())
         return pools[-1]
 
-    monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
-        **planning.Planner.__init__.__kwdefaults__, "pool": kept,
-    })  # fmt: skip
+    pools_by(monkeypatch, kept)
 
 
 @pytest.fixture
@@ -116,9 +116,7 @@ def serving(device: Device, kernel: Kernel, pools: list[CompilePool]) -> Callabl
 
     def make(*rows, find=lambda _: device, prepare=loaded) -> Dispatcher:
         found = rows or [Row(one, device.fingerprint, CANDIDATE) for one in (PROBLEM, WIDER)]
-        return Dispatcher(
-            Planner(device_type="cpu", read=lambda: Snapshot(found), find=find, prepare=prepare)
-        )
+        return dispatcher_of(found, find=find, prepare=prepare)
 
     return make
 
@@ -320,9 +318,7 @@ def test_a_thread_that_fails_is_followed_by_another(
     where: str, error: BaseException, serving, kernel, compiled, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "RETRY_AFTER_S", (0.01, 0.01, 0.01))
-    monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
-        **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(2, where, error, compiled),
-    })  # fmt: skip
+    pools_by(monkeypatch, Flawed(2, where, error, compiled))
     dispatcher = serving()
     assert not is_served(dispatcher, kernel)
     until(lambda: is_served(dispatcher, kernel))
@@ -335,9 +331,7 @@ def test_what_always_fails_is_given_up_and_said_once(
     where: str, serving, kernel, monkeypatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "RETRY_AFTER_S", (0.01, 0.01, 0.01))
-    monkeypatch.setattr(planning.Planner.__init__, "__kwdefaults__", {
-        **planning.Planner.__init__.__kwdefaults__, "pool": Flawed(99, where, TypeError("no such thing")),
-    })  # fmt: skip
+    pools_by(monkeypatch, Flawed(99, where, TypeError("no such thing")))
     dispatcher = serving()
     assert right(dispatcher)
     until(lambda: not dispatcher.planner.compiler.waiting)
@@ -433,10 +427,7 @@ def test_code_that_was_compiled_meanwhile_takes_the_kernel(
     rows = [Row(PROBLEM, device.fingerprint, CANDIDATE, ratio=9.0)]
     serve_with(monkeypatch, serving(*rows))
     (a, b), before = matrices(), len(kernel.calls)
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with uncached():
         multiply = torch.compile(lambda a, b: tunegemm.matmul(a, b) + 1, fullgraph=True)
         expected = torch.matmul(a, b) + 1
 

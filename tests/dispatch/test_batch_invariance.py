@@ -9,14 +9,12 @@ import torch
 
 from benchmarks.batch_invariance import product
 from tests.choose.test_neighbours import kernel
-from tests.support.serving import Kernel, Row, operands, quietly, serve_with
+from tests.support.serving import Kernel, Row, dispatcher_of, operands, quietly, serve_with
 from tunegemm.choose.policies import Policy
-from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate.families import reduction_class
 from tunegemm.measure.operands import make_operands
@@ -43,12 +41,9 @@ def planted(device: Device) -> tuple[Dispatcher, Kernel]:
         Row(Problem(32, 48, 64), device.fingerprint, kernel(split_k=2)),
         Row(Problem(64, 48, 64), device.fingerprint, kernel(), ratio=0.7),
     ]
-    planner = Planner(
-        device_type="cpu", read=lambda: Snapshot(rows), find=lambda spec: device, prepare=prepare,
-        rivals=lambda problem: (),
-    )  # fmt: skip
-    planner.use(POLICY)
-    return Dispatcher(planner), watched
+    made = dispatcher_of(rows, prepare=prepare, rivals=lambda problem: ())
+    made.planner.use(POLICY)
+    return made, watched
 
 
 def test_all_rows_go_to_a_kernel_of_the_class(planted: tuple[Dispatcher, Kernel]) -> None:
@@ -95,13 +90,10 @@ def test_the_benchmarks_calls_are_dispatched(
 ) -> None:
     """And compared: of a kernel on the CPU, whose rows are each their own."""
     problem, watched = Problem.parse("64x48x64", **kind), Kernel()
-    made = Dispatcher(
-        Planner(
-            device_type="cpu", read=lambda: Snapshot([Row(problem, device.fingerprint, kernel())]),
-            find=lambda spec: device,
-            prepare=lambda record, _: Prepared(watched.of(record.problem), tma=True),
-        )
-    )  # fmt: skip
+    made = dispatcher_of(
+        [Row(problem, device.fingerprint, kernel())],
+        prepare=lambda record, _: Prepared(watched.of(record.problem), tma=True),
+    )
     serve_with(monkeypatch, made)
     made.planner.use(POLICY)
     operands = make_operands(problem, torch.device("cpu"), 0).arguments

@@ -8,24 +8,20 @@ from functools import partial
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.backends.cuda import matmul
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunegemm
 from tests.support.as_torch import StandIn
-from tests.support.fusing import Recorded
-from tests.support.serving import BF16, ByAddress, Kernel, calls_of, operands, serve_with
-from tunegemm.choose.snapshot import Snapshot
+from tests.support.fusing import serve_recorded
+from tests.support.serving import BF16, ByAddress, Kernel, calls_of, dispatcher_of, operands, serve_with
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.store.record import Record
 from tunegemm.torch.lowering import site_of
 
@@ -53,13 +49,11 @@ def called(call) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def planner(monkeypatch) -> Iterator[Planner]:
-    """No record of anything."""
-    planner = Planner(device_type="cpu", read=lambda: Snapshot([]), find=lambda _: DEVICE)
-    serve_with(monkeypatch, Dispatcher(planner))
+def nothing_recorded(monkeypatch) -> Iterator[None]:
+    serve_with(monkeypatch, dispatcher_of([]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield planner
+        yield
     tunegemm.disable()
 
 
@@ -138,18 +132,6 @@ def test_linear_with_a_bias_of_any_shape():
     assert called(lambda: tunegemm.matmul(*many, bias=bias, out=out)) == ["baddbmm"]
 
 
-def test_scaled_products_are_torchs():
-    a, b = (operand.to(FP8) for operand in operands(32, 48, 64))
-    one, bias = torch.ones(()), torch.ones(48, dtype=BF16)
-    rows, columns = torch.rand(32, 1), torch.rand(1, 48)
-    for scales in ((one, one), (rows, columns)):
-        for keywords in ({}, {"bias": bias}, {"use_fast_accum": True}):
-            given = {"out_dtype": BF16, **keywords}
-            expected = torch._scaled_mm(a, b, *scales, **given)
-            assert torch.equal(tunegemm.scaled_mm(a, b, *scales, **given), expected)
-            assert called(lambda: tunegemm.scaled_mm(a, b, *scales, **given)) == ["_scaled_mm"]  # noqa: B023
-
-
 # Rounded once
 
 
@@ -222,24 +204,20 @@ def test_fp8_products_with_any_step_after_them(text, out_dtype):
             torch.testing.assert_close(amax, expected.abs().amax(), rtol=1e-5, atol=1e-5)
 
 
+# Autocast
+
+
 def test_int32_sums_are_exact():
     a, b = torch.full((32, 4096), 127, dtype=torch.int8), torch.full((48, 4096), 127, dtype=torch.int8).t()
     a[:, 0] = 126
     assert torch.equal(tunegemm.matmul(a, b, out_dtype=torch.int32), torch._int_mm(a, b))
 
 
-# Autocast
-
-
 @pytest.mark.parametrize("served", [False, True])
 def test_dtypes_under_autocast(monkeypatch, served):
     if served:
-        kernel, everything = StandIn(), Recorded()
-        planner = Planner(
-            device_type="cpu", read=lambda: everything, find=lambda _: DEVICE,
-            prepare=lambda record, _: Prepared(kernel.of(record.problem)),
-        )  # fmt: skip
-        serve_with(monkeypatch, Dispatcher(planner))
+        kernel = StandIn()
+        serve_recorded(monkeypatch, kernel)
     a, b, bias = torch.randn(8, 32), torch.randn(32, 16), torch.randn(16)
     exact = a.bfloat16().float() @ b.bfloat16().float()
     c = torch.randn(8, 16)
@@ -289,11 +267,7 @@ def test_a_reduction_is_served_where_torch_allows_it(monkeypatch, settings, dtyp
     record = Record(problem, algorithm(scheme), DEVICE.fingerprint, ratio=1.5, layer="")
     kernel = ByAddress(problem) if (dtype, out) == ("bf16", "bf16") else Kernel()
     launch = kernel.launcher if isinstance(kernel, ByAddress) else kernel
-    planner = Planner(
-        device_type="cpu", read=lambda: Snapshot([record]), find=lambda _: DEVICE,
-        prepare=lambda record, _: Prepared(launch, packed=True, record=record),
-    )  # fmt: skip
-    serve_with(monkeypatch, Dispatcher(planner))
+    serve_with(monkeypatch, dispatcher_of([record], Prepared(launch, packed=True, record=record)))
     a, b = operands(dtype={"bf16": BF16, "fp16": FP16}[dtype])
     more = {} if out_dtype == "own" else {"out_dtype": torch.float32}
     setting, other = (
@@ -324,11 +298,7 @@ def test_a_reduction_is_served_where_torch_allows_it(monkeypatch, settings, dtyp
 def test_compiled_code_minds_the_settings(monkeypatch, settings):
     kernel = ByAddress(Problem(32, 48, 64))
     record = Record(kernel.problem, algorithm("OUTPUT_TYPE"), DEVICE.fingerprint, ratio=1.5, layer="")
-    planner = Planner(
-        device_type="cpu", read=lambda: Snapshot([record]), find=lambda _: DEVICE,
-        prepare=lambda record, _: Prepared(kernel.launcher, packed=True, record=record),
-    )  # fmt: skip
-    serve_with(monkeypatch, Dispatcher(planner))
+    serve_with(monkeypatch, dispatcher_of([record], Prepared(kernel.launcher, packed=True, record=record)))
     a, b = operands()
     out, form = torch.empty(32, 48, dtype=BF16), form_of(MATMUL, "")
     for allowed in (True, False, True):
@@ -337,30 +307,6 @@ def test_compiled_code_minds_the_settings(monkeypatch, settings):
             kernel.calls.clear()
             api.dispatcher.compiled(site_of((a, b)), form, a, b, (), (), out)
             assert len(kernel.calls) == allowed
-
-
-def test_sites_promise_all_but_rows() -> None:
-    """Traced operands: of one number of rows, of any, and those whose other extents may change."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    environment = ShapeEnv()
-    rows, other = (environment.create_unbacked_symint() for _ in range(2))
-    with FakeTensorMode(shape_env=environment):
-
-        def traced(*shape: int | torch.SymInt) -> torch.Tensor:
-            for extent in shape:
-                torch._check(extent >= 2)
-            return torch.empty(shape, dtype=BF16)
-
-        b = traced(64, 48)
-        of_rows = traced(rows, 64), b
-        sites = [site_of(of_rows), *(site_of((traced(m, 64), b)) for m in (16, 32))]
-        assert (
-            all(sites) and len({*sites, site_of(of_rows, "relu"), site_of((*of_rows, traced(rows, 48)))}) == 5
-        )
-        for operands in ((traced(16, 64), traced(64, other)), (*of_rows, traced(other, 48))):
-            assert not site_of(operands)
-        assert not site_of((traced(64, rows).t(), b)), "strides change with rows"
 
 
 # What a fall-back costs

@@ -22,7 +22,7 @@ from tests.support.commands import here
 from tests.support.forks import Forks
 from tests.support.hopper import hopper
 from tests.support.processes import environment
-from tests.support.serving import Kernel, quietly
+from tests.support.serving import Kernel, dispatcher_of, quietly
 from tests.support.waiting import until
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
 from tunegemm.choose.predictions import Predicted
@@ -32,11 +32,9 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import online as online_tuning
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.feedback import Feedback, Measure, measure, measuring, predictions
 from tunegemm.dispatch.launchers import TORCH, Prepared
 from tunegemm.dispatch.online import OnlineTuning, wait_until_idle
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import DeviceError, MeasureError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import PREDICTED_RATIO
@@ -299,9 +297,7 @@ class Serving:
         self.kernel, self.cache, self.measurer = Kernel(), cache, lambda: timed(ratio)
         self.idle, self.measured, self.tuned = threading.Semaphore(0), list[Problem](), list[Problem]()
         self.online = OnlineTuning(**{"wait": self.wait, "measuring": self.measuring, **how})
-        self.dispatcher = Dispatcher(
-            Planner(device_type="cpu", find=lambda spec: DEVICE, prepare=self.prepare, online=self.online)
-        )
+        self.dispatcher = dispatcher_of(find=lambda _: DEVICE, prepare=self.prepare, online=self.online)
 
     def prepare(self, record: Record, device: Device) -> Prepared:
         return TORCH if record.is_torch else Prepared(self.kernel, tma=True)
@@ -366,15 +362,6 @@ def test_online_keeps_what_won(online: Callable[..., Serving], database: Databas
     assert record is not None and not record.is_torch and record.confirmed
     after = online(1.07)
     assert after.multiply(problem) and after.online.is_idle, "a hit: nothing is to be measured"
-
-
-def test_several_wait_for_one_idle_moment(online: Callable[..., Serving]) -> None:
-    serving = online(0.96)
-    for number in (0, 1, 0):
-        assert serving.multiply(problem_of(number))
-    serving.rest()
-    assert serving.measured == [problem_of(0), problem_of(1)]
-    assert not serving.multiply(problem_of(0)) and not serving.multiply(problem_of(1))
 
 
 def test_what_is_not_predicted_is_tuned_when_the_gpu_is_idle_and_served_from_then_on(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import cProfile
 import os
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,19 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tunegemm
-from tests.support.serving import BF16, ByAddress, Row, at, calls_of, is_slow, operands, quietly, serve_with
-from tunegemm.choose.snapshot import Snapshot
+from tests.support.serving import (
+    BF16,
+    ByAddress,
+    at,
+    calls_of,
+    deterministic,
+    is_slow,
+    operands,
+    quietly,
+    serve_with,
+    uncached,
+)
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import TORCH, Prepared
 from tunegemm.dispatch.planning import Planner
@@ -229,11 +238,8 @@ def test_compiled_code_is_not_asked_again_what_it_promises(by_address):
     assert [key for key in dispatcher.planner.state.recent if isinstance(key, str)] == ["32x48x64"], (
         "extents that may change are looked at each time"
     )
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         call()
-    finally:
-        torch.use_deterministic_algorithms(False)
     odd = torch.zeros(32 * 64 + 1, dtype=BF16)[1:].view(32, 64).copy_(a)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)
@@ -268,8 +274,7 @@ def test_compiled_code_for_any_rows_finds_what_it_did_by_their_number(monkeypatc
 
     with (
         warnings.catch_warnings(),
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
+        uncached(),
         torch.no_grad(),
     ):
         warnings.simplefilter("ignore", TunegemmWarning)
@@ -421,36 +426,22 @@ def test_hot_path_imports_neither_search_nor_sqlalchemy(forks):
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_threads_agree_and_prepare_once(device, kernel):
+def test_threads_agree_and_prepare_once(serve, kernel):
     prepared = []
 
     def prepare(record, device):
         prepared.append(record)
         return Prepared(kernel, tma=True)
 
-    dispatcher = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: Snapshot([Row(Problem(32, 48, 64), device.fingerprint)]),
-            find=lambda _: device,
-            prepare=prepare,
-        )
-    )
-    a, b = operands()
+    dispatcher, (a, b) = serve(Problem(32, 48, 64), prepare=prepare), operands()
     expected = torch.matmul(a, b)
-    wrong = []
 
-    def work():
-        for _ in range(50):
-            if not torch.equal(dispatcher.matmul(a, b), expected):
-                wrong.append(1)
+    def work(_):
+        return all(torch.equal(dispatcher.matmul(a, b), expected) for _ in range(50))
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(prepared) == 1 and len(kernel.calls) == 400
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+    assert len(prepared) == 1 and len(kernel.calls) == 400
 
 
 def test_plans_are_bounded(serve, kernel, monkeypatch):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ import torch
 
 import tunegemm
 from tests.support.planted import compile_families
-from tests.support.serving import calls_of, operands
+from tests.support.serving import calls_of, dispatcher_of, operands
 from tests.support.waiting import until
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.planning import Planner
 from tunegemm.dispatch.states import State
 from tunegemm.errors import ArtifactError, TunegemmWarning
 
@@ -145,26 +143,21 @@ def test_what_is_kept_ends_with_a_refresh_and_with_another_policy(doubled: Doubl
     assert (doubled.decided, doubled.launched) == (decided + 2, launched + 2)
 
 
-def test_what_torch_computes_is_decided_anew_when_records_are_published(device) -> None:
+def test_what_torch_computes_is_decided_anew_when_records_are_published() -> None:
     class Torchs(Doubled):
         def decide(self, a: torch.Tensor, b: torch.Tensor) -> tuple[None, bool]:
             self.decided += 1
             return None, False
 
     published = ["before"]
-    planner = Planner(
-        device_type="cpu",
-        read=lambda: Snapshot([], modified=published[0]),
-        find=lambda spec: device,
-        modified=lambda: published[0],
-    )
-    api.serve_by(Dispatcher(planner))
+    read = lambda: Snapshot([], modified=published[0])  # noqa: E731
+    api.serve_by(dispatcher_of(read=read, modified=lambda: published[0]))
     family, (a, b) = Torchs(), operands()
     with pytest.warns(TunegemmWarning, match="no record"):
         api.dispatcher.matmul(a, b)  # reads the records
     for stamp, decided in (("before", 1), ("after", 2)):
         family(a, b)
-        published[0], planner.next_look = stamp, 0.0
+        published[0], api.dispatcher.planner.next_look = stamp, 0.0
         family(a, b)
         assert family.decided == decided
 
@@ -194,20 +187,14 @@ def test_layouts_and_keys_are_bounded(doubled: Doubled, monkeypatch: pytest.Monk
 
 def test_threads_under_policies_of_their_own_each_find_theirs(doubled: Doubled) -> None:
     a, b = operands()
-    expected, wrong = torch.mm(a, b) * 2, []
+    expected = torch.mm(a, b) * 2
 
-    def run(prefer: Any) -> None:
+    def run(prefer: Any) -> bool:
         with tunegemm.policy(prefer):
-            for _ in range(50):
-                if not torch.equal(doubled(a, b), expected):
-                    wrong.append(prefer)
+            return all(torch.equal(doubled(a, b), expected) for _ in range(50))
 
-    threads = [threading.Thread(target=run, args=(one,)) for one in ("batch_invariant", "deterministic") * 2]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(run, ("batch_invariant", "deterministic") * 2))
 
 
 def test_a_state_has_five_caches() -> None:

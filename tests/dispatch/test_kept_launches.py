@@ -73,27 +73,6 @@ def test_a_decision_for_torch_ends_with_new_records(
     assert cache.find("a key", x) is known, "nothing can be decided in a capture"
 
 
-def test_layouts_of_a_key_and_keys_are_bounded(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
-    monkeypatch.setattr(extension, "MAX_PLANS", 2)
-    cache = LaunchCache()
-    tensors = [torch.empty(2, extent) for extent in range(1, 7)]
-    for number, tensor in enumerate(tensors[:5]):
-        cache.keep("a key", number, tensor)
-    assert [known for known in (cache.find("a key", tensor) for tensor in tensors[:2]) if known] == [
-        cache.find("a key", tensors[1])
-    ]
-    assert cache.all() == {"a key": [4, 3, 2, 1]}
-    cache.keep("a key", "again", tensors[3])
-    assert cache.all() == {"a key": ["again", 4, 2, 1]}
-    cache.keep("second", 2)
-    assert set(cache.all()) == {"a key", "second"}
-    cache.keep("third", 3)
-    assert set(cache.all()) == {"third"}
-    assert cache.keep("meta", 4, torch.empty(2, device="meta")).launch == 4 and "meta" not in cache.all()
-    cache.clear()
-    assert cache.all() == {}
-
-
 def test_what_is_made_once(planner: Planner) -> None:
     cache, made = LaunchCache(), list[int]()
 

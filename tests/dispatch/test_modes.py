@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from tests.choose.test_neighbours import kernel as candidate
-from tests.support.serving import Kernel, Row, operands, quietly
+from tests.support.serving import Kernel, Row, dispatcher_of, operands, quietly
 from tests.support.waiting import until
 from tunegemm.choose.policies import read_compile, read_mode
-from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.online import OnlineTuning
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArtifactError
 
 N, K = 48, 64
@@ -46,15 +44,7 @@ class Store:
         return Row(Problem(m, N, K), self.device.fingerprint, candidate(), 1.5)
 
     def dispatcher(self, kernel: Kernel, **more) -> Dispatcher:
-        defaults = {"prepare": lambda record, device: Prepared(kernel, tma=True)}
-        return Dispatcher(
-            Planner(
-                device_type="cpu",
-                read=lambda: Snapshot(self.rows),
-                find=lambda spec: self.device,
-                **defaults | more,
-            )
-        )
+        return dispatcher_of(self.rows, **{"prepared": Prepared(kernel, tma=True)} | more)
 
 
 def product(dispatcher: Dispatcher, m: int) -> None:
@@ -101,8 +91,11 @@ def test_a_near_hit_is_silent_and_takes_the_next_option_where_an_object_is_missi
         return Prepared(kernel, tma=True)
 
     store = Store(device, 120, 128)
-    quietly(product, store.dispatcher(kernel, prepare=prepare), 124)
+    quietly(product, store.dispatcher(kernel, prepared=None, prepare=prepare), 124)
     assert len(tried) == 2 and len(kernel.calls) == 1
+
+
+# online
 
 
 def test_what_neighbours_refuse_is_silently_torchs(device, kernel):
@@ -110,9 +103,6 @@ def test_what_neighbours_refuse_is_silently_torchs(device, kernel):
     store.rows[1] = Row(Problem(128, N, K), device.fingerprint, candidate(), 1.0)
     quietly(product, store.dispatcher(kernel), 112)
     assert kernel.calls == []
-
-
-# online
 
 
 def test_the_budget_is_the_processs(monkeypatch, device):

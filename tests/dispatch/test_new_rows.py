@@ -9,27 +9,21 @@ import pytest
 import torch
 
 from tests.support.fusing import FP8, Recorded
-from tests.support.serving import BF16, Kernel
+from tests.support.serving import BF16, Kernel, dispatcher_of
 from tunegemm.choose.predictions import Fitted
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch import planning
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 
 pytestmark = pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 
 PLAIN = form_of(BELOW_AUTOGRAD, "")
 SCALED = form_of(BELOW_AUTOGRAD, "scale_rowwise", BF16)
 DEVICE = find_device("model:h200")
-
-
-def planner(**more: object) -> Planner:
-    return Planner(device_type="cpu", find=lambda spec: DEVICE, **more)
 
 
 def multiply(served: Dispatcher, dtype: torch.dtype) -> Callable[[int], object]:
@@ -47,7 +41,7 @@ def multiply(served: Dispatcher, dtype: torch.dtype) -> Callable[[int], object]:
 def test_a_new_number_of_rows_is_a_look_up(dtype: torch.dtype, monkeypatch) -> None:
     """With the shipped records and trees. To find anew that nothing serves 200 numbers of rows took 110 and
     700 ms (bf16, fp8; a CPU of 2026); each step of 8 layers has four weights."""
-    ask = multiply(Dispatcher(planner()), dtype)
+    ask = multiply(dispatcher_of(), dtype)
     counted = {"records": 0, "trees": 0}
 
     def count(what: str, owner: type, name: str) -> None:
@@ -75,34 +69,19 @@ def test_a_new_number_of_rows_is_a_look_up(dtype: torch.dtype, monkeypatch) -> N
 def test_what_is_known_of_a_range_is_what_each_of_its_rows_would_be_told(monkeypatch) -> None:
     known = [Problem(m, 512, 256) for m in (8, 96, 640, 2048)]
     snapshot, kernel = Recorded(*known), Kernel()
-    planned = planner(
-        read=lambda: snapshot, prepare=lambda record, device: Prepared(kernel.of(record.problem))
-    )
-    served = Dispatcher(planned)
+    served = dispatcher_of(snapshot, prepare=lambda record, _: Prepared(kernel.of(record.problem)))
     a, b = torch.zeros(9000, 256, dtype=BF16), torch.zeros(512, 256, dtype=BF16).t()
     numbers = [1, 2, 7, 8, 9, 95, 96, 97, 300, 639, 640, 641, 1500, 2047, 2048, 2049, 4096, 4097, 9000]
     for m in [*numbers, *reversed(numbers), *range(3, 9000, 601)]:
         expected = bool(select(snapshot, Problem(m, 512, 256), DEVICE).options)
         assert (served.below_autograd(a[:m], b) is not None) == expected, m
-    assert planned.state.misses, "nothing was remembered"
-
-
-def test_new_rows_of_linear_are_a_look_up_too(monkeypatch) -> None:
-    asked, named = [], planning.named
-    monkeypatch.setattr(planning, "named", lambda *call: asked.append(call) or named(*call))
-    served = Dispatcher(planner())
-    a, weight = torch.zeros(3002, 256, dtype=BF16), torch.zeros(400, 256, dtype=BF16)
-    for m in (3000, 3001, 3002):
-        served.linear(a[:m], weight)
-    assert len(asked) == 1
+    assert served.planner.state.misses, "nothing was remembered"
 
 
 def test_other_strides_and_addresses_are_not_what_is_known(monkeypatch) -> None:
     """A weight without a kernel says nothing of one like it that lies otherwise."""
     snapshot, kernel = Recorded(Problem(32, 48, 64), Problem(640, 48, 64, b_major="n")), Kernel()
-    served = Dispatcher(
-        planner(read=lambda: snapshot, prepare=lambda record, device: Prepared(kernel.of(record.problem)))
-    )
+    served = dispatcher_of(snapshot, prepare=lambda record, _: Prepared(kernel.of(record.problem)))
     a, b = torch.zeros(900, 64, dtype=BF16), torch.zeros(48, 64, dtype=BF16).t()
     assert served.below_autograd(a[:640], b) is None and served.below_autograd(a[:641], b) is None
     assert served.below_autograd(a[:640], b.contiguous()) is not None
@@ -111,17 +90,16 @@ def test_other_strides_and_addresses_are_not_what_is_known(monkeypatch) -> None:
 def test_what_is_known_is_bounded(monkeypatch) -> None:
     """Products of attention have a new "weight" in every step, and slices of rows new strides."""
     monkeypatch.setattr("tunegemm.dispatch.planning.MAX_PLANS", 8)
-    planned = planner()
-    ask = Dispatcher(planned).below_autograd
+    dispatcher = dispatcher_of()
+    ask = dispatcher.below_autograd
     for n in range(400, 460):
         assert ask(torch.zeros(3000, 4 * n, dtype=BF16)[:, :256], torch.zeros(n, 256, dtype=BF16).t()) is None
-    state = planned.state
-    assert 0 < len(state.misses) <= 8
+    assert 0 < len(dispatcher.planner.state.misses) <= 8
 
 
 def test_code_for_any_rows_is_served_where_some_are_predicted() -> None:
     """Engines trace with the rows of a long prompt, and generate by the same code."""
-    planned = planner(prepare=lambda record, device: Prepared(lambda *tensors: None))
+    planned = dispatcher_of(prepared=Prepared(lambda *tensors: None)).planner
     form = form_of(MATMUL, "")
 
     def serves(n: int, rows: int = 8192, **more: bool) -> bool:

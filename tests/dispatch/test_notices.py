@@ -38,18 +38,6 @@ def test_a_weight_is_named_once_for_all_numbers_of_rows(
     assert len(ours) == 2 and "1x48x64" in ours[0] and "tunegemm tune --shape 1x56x64" in ours[1]
 
 
-def test_another_kind_of_product_is_another_warning(
-    serve: Callable[..., Dispatcher], said: list[warnings.WarningMessage]
-) -> None:
-    dispatcher = serve()
-    x, w = torch.ones(32, 64, dtype=BF16), torch.ones(48, 64, dtype=BF16)
-    for _ in range(2):
-        dispatcher.matmul(x, w.t())
-        dispatcher.linear(x, w, torch.ones(48, dtype=BF16))
-        dispatcher.matmul(x.half(), w.t().half())
-    assert len([one for one in said if one.category is TunegemmWarning]) == 3
-
-
 def test_after_so_many_warnings_there_are_no_more(said: list[warnings.WarningMessage]) -> None:
     notices, made = Notices(), []
     for number in range(3 * MOST_WARNINGS):

@@ -253,13 +253,6 @@ class TestPublicScaledMm:
         assert kernel.calls, "torch computed it"
         torch.testing.assert_close(result, expected, rtol=2e-2, atol=1e-2)
 
-    def test_fake_tensors(self, given) -> None:
-        from torch._subclasses import FakeTensorMode
-
-        with FakeTensorMode() as mode, tunegemm.enable():
-            result = self.call(*map(mode.from_tensor, given))
-        assert result.shape == (M, N) and result.dtype == BF16
-
     def test_other_recipes_are_torchs(self, serve, kernel, monkeypatch, problem, given) -> None:
         serve_with(monkeypatch, serve(problem, prepared=Prepared(kernel.of(problem), tma=True)))
         a, b, *_ = given

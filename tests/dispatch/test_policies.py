@@ -14,27 +14,18 @@ import torch
 
 import tunegemm
 from tests.choose.test_neighbours import kernel
-from tests.support.serving import BF16, Kernel, Row, operands, quietly
+from tests.support.serving import Kernel, Row, dispatcher_of, operands, quietly
 from tunegemm.choose.policies import FASTEST, Policy
-from tunegemm.choose.snapshot import Snapshot
-from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, states
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.dispatch.states import MAX_CONTEXTS, MAX_POLICIES, State
 from tunegemm.errors import PolicyError, TunegemmWarning
 from tunegemm.store.record import Record
 
 
 @pytest.fixture
-def device() -> Device:
-    return find_device("model:h200")
-
-
-@pytest.fixture
-def dispatcher(device, request):
+def dispatcher(device):
     """Two launchers: whose kernel is called tells which candidate serves."""
     kernels = {name: Kernel() for name in ("plain", "split")}
     problem = Problem(32, 48, 64)
@@ -44,16 +35,12 @@ def dispatcher(device, request):
         kernel_source=Row(problem, device.fingerprint).kernel_source, samples_us=(10.0,) * 3,
         baseline_us=(11.0,) * 3,
     )  # fmt: skip
-    made = Dispatcher(
-        Planner(
-            device_type="cpu",
-            read=lambda: Snapshot([Row(problem, device.fingerprint, split)]),
-            find=lambda spec: device,
-            prepare=lambda record, device: Prepared(
-                kernels["split" if record.candidate["split_k"] > 1 else "plain"], tma=True
-            ),
-            rivals=lambda problem: [rival],
-        )
+    made = dispatcher_of(
+        [Row(problem, device.fingerprint, split)],
+        prepare=lambda record, _: Prepared(
+            kernels["split" if record.candidate["split_k"] > 1 else "plain"], tma=True
+        ),
+        rivals=lambda problem: [rival],
     )
     return made, kernels
 
@@ -340,15 +327,3 @@ def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatch
     with pytest.warns(TunegemmWarning, match="TUNEGEMM_POLICY: policy 'quickest' is not known"):
         made.matmul(*operands())
     assert made.planner.policy == FASTEST
-
-
-def test_deterministic_torch_stays_deterministic(dispatcher):
-    """What torch promises under its own switch, torch keeps."""
-    made, kernels = dispatcher
-    a, b = operands()
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert torch.equal(made.matmul(a, b), torch.matmul(a, b))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert a.dtype is BF16 and not kernels["split"].calls

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from contextlib import suppress
 
 import pytest
 import torch
 
-from tests.support.serving import BF16, ByAddress, operands, quietly
+from tests.support.serving import BF16, ByAddress, deterministic, operands, quietly
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.forms import Operands, Refusal, describe
 from tunegemm.dispatch.launchers import Prepared
@@ -38,16 +37,6 @@ def test_describe_states_the_problem_of_packed_operands(a_major, b_major, batch)
     assert found.out_shape == (*lead, 16, 24)
     assert found.packed and not found.tma_refusal
     assert found.spans == tuple(extent * 2 * (batch or 1) for extent in (16 * 32, 32 * 24, 16 * 24))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 64), (1, 7, 64), (2, 1, 3, 64)])
-def test_leading_dimensions_fold_into_rows(shape):
-    _, b = operands()
-    found = describe(torch.empty(shape, dtype=BF16), b)
-    assert isinstance(found, Operands)
-    m = torch.Size(shape[:-1]).numel()
-    assert found.views == ((m, 64), (64, 48), (m, 48))
-    assert found.problem.m == m and found.out_shape == (*shape[:-1], 48)
 
 
 @pytest.mark.parametrize(
@@ -193,36 +182,6 @@ def view(rows: int, columns: int, transposed: bool, pad: int, offset: int) -> to
     return values[offset:].view(rows, columns + pad)[:, :columns]
 
 
-@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
-@pytest.mark.parametrize(
-    "a_shape, b_shape",
-    [((8,), (8,)), ((8,), (8, 16)), ((16, 8), (8,)), ((2, 1, 16, 8), (3, 8, 24)), ((1, 16, 8), (1, 8, 24)),
-     ((3, 16, 8), (3, 8, 24)), ((2, 16, 8), (8, 24)), ((0, 8), (8, 24)), ((16, 0), (0, 24)),
-     ((2, 0, 8), (8, 24))],
-)  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.complex64])
-def test_ranks_dtypes_and_empty_extents_equal_torch(serve, a_shape, b_shape, dtype):
-    dispatcher = serve(
-        Problem(32, 24, 8), Problem(32, 24, 8, b_major="n"), Problem(16, 24, 8, 3, b_major="n")
-    )
-    a, b = torch.ones(a_shape, dtype=dtype), torch.ones(b_shape, dtype=dtype)
-    result = dispatcher.matmul(a, b)
-    expected = torch.matmul(a, b)
-    assert result.shape == expected.shape and result.dtype == expected.dtype and torch.equal(result, expected)
-
-
-@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 4)])
-def test_linear_equals_torch(serve, kernel, lead):
-    """With a bias: tests/fused."""
-    rows = torch.Size(lead).numel()
-    dispatcher = serve(Problem(rows, 48, 64))
-    x, weight = torch.ones(*lead, 64, dtype=BF16), operands()[1].t()
-    expected = torch.nn.functional.linear(x, weight)
-    for _ in range(2):
-        assert torch.equal(quietly(dispatcher.linear, x, weight), expected)
-    assert kernel.calls == [((rows, 64), (64, 48), (rows, 48))] * 2
-
-
 def test_errors_are_torchs_own(serve):
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
@@ -237,41 +196,12 @@ def test_errors_are_torchs_own(serve):
 # out=
 
 
-def test_out_is_written_by_the_kernel_and_returned(serve, kernel):
-    dispatcher = serve(Problem(32, 48, 64))
-    a, b = operands()
-    out = torch.full((32, 48), float("nan"), dtype=BF16)
-    version = out._version
-    assert quietly(dispatcher.matmul, a, b, out) is out
-    assert torch.equal(out, torch.matmul(a, b)) and len(kernel.calls) == 1
-    assert out._version > version  # autograd must notice that it was written
-
-
 def test_padded_out_is_written_in_place(serve, kernel):
     a, b = operands()
     room = torch.zeros(32, 64, dtype=BF16)
     assert quietly(serve(Problem(32, 48, 64)).matmul, a, b, room[:, :48]) is not None
     assert len(kernel.calls) == 1
     assert torch.equal(room[:, :48], torch.matmul(a, b)) and not room[:, 48:].any()
-
-
-def test_inference_tensors_as_out(serve, kernel):
-    dispatcher = serve(Problem(32, 48, 64))
-    a, b = operands()
-    with torch.inference_mode():
-        out = torch.zeros(32, 48, dtype=BF16)
-        assert torch.equal(quietly(dispatcher.matmul, a, b, out), torch.matmul(a, b))
-    assert len(kernel.calls) == 1
-    with pytest.raises(RuntimeError, match=r"[Ii]nference"):  # torch's own error
-        dispatcher.matmul(a, b, out)
-    assert len(kernel.calls) == 1
-
-
-def test_column_major_out_is_another_problem(serve, kernel):
-    a, b = operands()
-    out = torch.zeros(48, 32, dtype=BF16).t()
-    assert torch.equal(serve(Problem(32, 48, 64, out_major="m")).matmul(a, b, out), torch.matmul(a, b))
-    assert len(kernel.calls) == 1
 
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
@@ -288,39 +218,7 @@ def test_out_that_the_kernel_cannot_write_is_torchs(serve, kernel, out):
     assert not kernel.calls
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_wrong_out_gives_torchs_error_or_resize(serve, kernel):
-    dispatcher = serve(Problem(32, 48, 64), Problem(32, 32, 32))
-    a, b = operands()
-    with pytest.raises(RuntimeError):
-        dispatcher.matmul(a, b, torch.zeros(32, 48))  # another dtype
-    assert dispatcher.matmul(a, b, torch.zeros(2, dtype=BF16)).shape == (
-        32,
-        48,
-    )  # torch resizes, with a warning
-    square, other = operands(32, 32, 32)
-    for shared in (square, other.t()):  # what then happens is torch's affair: an error, on some devices
-        with suppress(RuntimeError):
-            dispatcher.matmul(square, other, shared)
-    assert not kernel.calls
-    assert dispatcher.matmul(square, other, torch.zeros_like(square)) is not None
-    assert len(kernel.calls) == 1
-
-
 # Modes in which torch.matmul means more than a launch
-
-
-def test_grad_modes(serve, kernel):
-    """Gradients are in test_torch.py."""
-    dispatcher = serve(Problem(32, 48, 64))
-    a, b = operands()
-    weight = torch.nn.Parameter(b.t().contiguous())
-    assert dispatcher.linear(a, weight).requires_grad
-    with torch.no_grad():
-        assert not dispatcher.linear(a, weight).requires_grad
-    with torch.inference_mode():
-        dispatcher.linear(a, weight)
-    assert len(kernel.calls) == 3
 
 
 def test_tracing_sees_torch_matmul(serve, kernel):
@@ -348,11 +246,8 @@ def test_tracing_sees_torch_matmul(serve, kernel):
 def test_deterministic_mode_is_torchs(serve, kernel):
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         quietly(dispatcher.matmul, a, b)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not kernel.calls
 
 

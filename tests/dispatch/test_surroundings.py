@@ -23,14 +23,12 @@ import torch
 
 import tunegemm
 from tests.support.forks import Forks
-from tests.support.serving import Row, operands, quietly
+from tests.support.serving import Row, dispatcher_of, operands, quietly
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
-from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import READ_SECONDS, Planner
+from tunegemm.dispatch.planning import READ_SECONDS
 from tunegemm.errors import TunegemmWarning
 from tunegemm.store import Database
 from tunegemm.store.layers import modified, read_records
@@ -93,19 +91,24 @@ NO_ENTRY = "import pwd\ndef none(uid): raise KeyError(uid)\npwd.getpwuid = none"
 HOMELESS = {"HOME": None, "XDG_DATA_HOME": None, "XDG_CACHE_HOME": None}
 
 
-def test_without_a_home(tmp_path: Path, first_product: FirstProduct) -> None:
+UNNAMED = {"TUNEGEMM_DB": None, "TUNEGEMM_CACHE_DIR": None}
+
+
+@pytest.mark.parametrize(
+    ("prelude", "changes"),
+    [(NO_ENTRY, HOMELESS | UNNAMED), (NO_ENTRY, HOMELESS), ("", dict.fromkeys(HOMELESS, "file") | UNNAMED)],
+    ids=["none", "none, database and cache named", "a file"],
+)
+def test_without_a_home(
+    tmp_path: Path, first_product: FirstProduct, prelude: str, changes: dict[str, str | None]
+) -> None:
     """What ships serves on, and the miss is what it would be anywhere."""
-    said = first_product(NO_ENTRY, **HOMELESS, TUNEGEMM_DB=None, TUNEGEMM_CACHE_DIR=None)["said"]
+    Database.open(tmp_path / "own.sqlite", create=True).close()
+    (tmp_path / "file").touch()
+    changes = {name: value and str(tmp_path / value) for name, value in changes.items()}
+    said = first_product(prelude, **changes)["said"]
     assert len(said) == 2 and all("Tune it with" in line for line in said)
     assert not (tmp_path / "~").exists()
-
-
-def test_without_a_home_where_database_and_cache_are_named(
-    tmp_path: Path, first_product: FirstProduct
-) -> None:
-    Database.open(tmp_path / "own.sqlite", create=True).close()
-    said = first_product(NO_ENTRY, **HOMELESS)["said"]
-    assert len(said) == 2 and all("Tune it with" in line for line in said)
 
 
 def test_what_was_asked_for_without_a_home_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,19 +124,6 @@ def test_what_was_asked_for_without_a_home_says_so(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ArtifactError, match=r"no home folder.*TUNEGEMM_CACHE_DIR"):
         ArtifactStore().scratch()
     assert modified() and read_records()[1] == []
-
-
-def test_a_home_that_is_no_folder(tmp_path: Path, first_product: FirstProduct) -> None:
-    (tmp_path / "file").touch()
-    home = str(tmp_path / "file")
-    said = first_product(
-        HOME=home,
-        XDG_DATA_HOME=home,
-        XDG_CACHE_HOME=home,
-        TUNEGEMM_DB=None,
-        TUNEGEMM_CACHE_DIR=None,
-    )["said"]
-    assert len(said) == 2 and all("Tune it with" in line for line in said)
 
 
 def without_data(folder: Path) -> Path:
@@ -181,15 +171,6 @@ def test_without_descriptors(first_product: FirstProduct) -> None:
 # Databases that do not answer
 
 
-def served_by_database(device: Device) -> Dispatcher:
-    return Dispatcher(Planner(device_type="cpu", find=lambda _: device))
-
-
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return find_device("model:h200")
-
-
 @contextmanager
 def said() -> Iterator[list[str]]:
     found: list[str] = []
@@ -221,18 +202,18 @@ def locked(path: Path) -> Iterator[None]:
     connection.close()
 
 
-def test_a_locked_database_is_not_waited_for(tmp_path, monkeypatch, device):
+def test_a_locked_database_is_not_waited_for(tmp_path, monkeypatch):
     path = tmp_path / "locked.sqlite"
     Database.open(path, create=True).close()
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
     monkeypatch.setenv("TUNEGEMM_DB", str(path))
     with locked(path):
-        (line,) = in_time(served_by_database(device))
+        (line,) = in_time(dispatcher_of())
     assert "locked by another process" in line and str(path) in line
     with locked(path), pytest.MonkeyPatch.context() as policy:
         policy.setenv("TUNEGEMM_POLICY", "deterministic")
-        assert len(in_time(served_by_database(device))) == 1
+        assert len(in_time(dispatcher_of())) == 1
 
 
 class Silent:
@@ -246,16 +227,16 @@ class Silent:
         self._socket.close()
 
 
-def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch, device):
+def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch):
     pytest.importorskip("psycopg")
     with Silent() as first, Silent() as second:
         hosts = f"host=127.0.0.1:{first}&host=127.0.0.1:{second}"
         monkeypatch.setenv("TUNEGEMM_DB", f"postgresql://user:secret@/db?{hosts}&connect_timeout=60")
-        (line,) = in_time(served_by_database(device))
+        (line,) = in_time(dispatcher_of())
     assert "no answer in time; check the address" in line and "secret" not in line
 
 
-def test_tables_that_are_locked_are_not_waited_for(postgres, monkeypatch, device):
+def test_tables_that_are_locked_are_not_waited_for(postgres, monkeypatch):
     url = postgres.create()
     Database.open(url, create=True).close()
     import psycopg
@@ -263,7 +244,7 @@ def test_tables_that_are_locked_are_not_waited_for(postgres, monkeypatch, device
     with psycopg.connect(url) as connection:
         connection.execute("LOCK TABLE problems IN ACCESS EXCLUSIVE MODE")
         monkeypatch.setenv("TUNEGEMM_DB", url)
-        (line,) = in_time(served_by_database(device))
+        (line,) = in_time(dispatcher_of())
     assert "another session holds its tables' lock" in line
     postgres.drop(url)
 
@@ -345,11 +326,11 @@ def test_one_deadline_holds_for_all_that_a_product_reads(device):
         seen.append(deadline_s.get())
         return []
 
-    planner = Planner(device_type="cpu", read=read, find=lambda _: device, rivals=rivals)
-    planner.use(Policy(max_sms=100))
+    dispatcher = dispatcher_of(read=read, rivals=rivals)
+    dispatcher.planner.use(Policy(max_sms=100))
     start = time.monotonic()
     with pytest.warns(TunegemmWarning):
-        Dispatcher(planner).matmul(*operands())
+        dispatcher.matmul(*operands())
     assert len(seen) == 2 and seen[0] == seen[1] <= time.monotonic() + READ_SECONDS - 0.05
     assert seen[0] >= start + READ_SECONDS and deadline_s.get() == math.inf
 
@@ -365,47 +346,31 @@ def test_whatever_is_raised_is_torchs_product_and_one_warning(device, monkeypatc
         raise error
 
     rows = [Row(Problem(m, 48, 64), device.fingerprint) for m in (32, 16, 8)]
-    parts: dict[str, Callable] = {"read": lambda: Snapshot(rows), "find": lambda _: device}
     if place == "select":
         monkeypatch.setattr("tunegemm.dispatch.planning.select", fail)
-    else:
-        parts[place] = fail
-    planner = Planner(device_type="cpu", **parts)
-    lines = in_time(Dispatcher(planner))
-    planner.next_look = 0
-    assert len(in_time(Dispatcher(planner))) == 0, "nor later, when files are looked at"
+    dispatcher = dispatcher_of(rows, **({} if place == "select" else {place: fail}))
+    lines = in_time(dispatcher)
+    dispatcher.planner.next_look = 0
+    assert len(in_time(dispatcher)) == 0, "nor later, when files are looked at"
     # What cannot be prepared is a miss of its own for each product.
     assert 1 <= len(lines) <= (3 if place == "prepare" else 1), lines
 
 
-def test_interrupts_and_warnings_as_errors_pass(device):
+def test_interrupts_and_warnings_as_errors_pass():
     def interrupt() -> Snapshot:
         raise KeyboardInterrupt
 
     a, b = operands()
     with pytest.raises(KeyboardInterrupt):
-        Dispatcher(Planner(device_type="cpu", read=interrupt, find=lambda _: device)).matmul(a, b)
+        dispatcher_of(read=interrupt).matmul(a, b)
     with pytest.raises(TunegemmWarning, match="no record"):
-        quietly(Dispatcher(Planner(device_type="cpu", read=Snapshot, find=lambda _: device)).matmul, a, b)
+        quietly(dispatcher_of([]).matmul, a, b)
 
 
-def test_torchs_own_error_is_the_users(device):
+def test_torchs_own_error_is_the_users():
     a, b = operands()
-    dispatcher = Dispatcher(Planner(device_type="cpu", read=lambda: 1 / 0, find=lambda _: device))
     with said(), pytest.raises(RuntimeError, match="mat1 and mat2"):
-        dispatcher.matmul(a, b.t())
-
-
-def test_a_launch_that_fails_in_any_way_is_torchs(device):
-    def launch(*_: object) -> None:
-        raise AttributeError("no such symbol")
-
-    row = Row(Problem(32, 48, 64), device.fingerprint)
-    planner = Planner(
-        device_type="cpu", read=lambda: Snapshot([row]), find=lambda _: device,
-        prepare=lambda *_: Prepared(launch),
-    )  # fmt: skip
-    assert "failed to launch (no such symbol)" in in_time(Dispatcher(planner))[0]
+        dispatcher_of(read=lambda: 1 / 0).matmul(a, b.t())
 
 
 def test_nvml_may_be_missing_or_fail(monkeypatch):
@@ -423,9 +388,8 @@ def test_nvml_may_be_missing_or_fail(monkeypatch):
 def product_in_worker(_: object) -> tuple[bool, int]:
     torch.set_num_threads(1)  # OpenMP's other threads are not in a forked child, and torch waits for them
     a, b = operands()
-    device = find_device("model:h200")
     with said() as lines:
-        same = torch.equal(served_by_database(device).matmul(a, b), torch.matmul(a, b))
+        same = torch.equal(dispatcher_of().matmul(a, b), torch.matmul(a, b))
     return same, len(lines)
 
 

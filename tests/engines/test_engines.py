@@ -16,11 +16,11 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.utils import run_and_get_code
 
-from tests.support.fusing import FP8, Recorded, close
+from tests.support.fusing import FP8, Recorded, close, serve_recorded
 from tests.support.processes import ROOT, environment
-from tests.support.serving import BF16, Kernel, calls_of, operands, serve_with
-from tunegemm.describe.device import find_device
+from tests.support.serving import BF16, calls_of, operands
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.planning import Planner
@@ -31,24 +31,13 @@ BIAS = torch.linspace(-2, 2, 48).to(BF16)
 
 
 @pytest.fixture
-def kernel() -> Kernel:
-    return Kernel()
-
-
-@pytest.fixture
 def serve(monkeypatch, kernel):
     """Products of CPU tensors go by records of the given problems, or of every one."""
 
     def make(*problems: Problem) -> Dispatcher:
-        snapshot = Recorded(*problems)
-        planner = Planner(
-            device_type="cpu",
-            read=lambda: snapshot,
-            find=lambda spec: find_device("model:h200"),
-            prepare=lambda record, device: Prepared(kernel.of(record.problem), record=record),
-        )
-        serve_with(monkeypatch, Dispatcher(planner))
-        return Dispatcher(planner)
+        prepare = lambda record, _: Prepared(kernel.of(record.problem), record=record)  # noqa: E731
+        serve_recorded(monkeypatch, kernel, *problems, prepare=prepare)
+        return api.dispatcher
 
     return make
 

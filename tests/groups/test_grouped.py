@@ -5,24 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import grouped_mm as torchs
-from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
 from tests.support.grouped import DTYPES, Loops
-from tests.support.serving import Row
-from tunegemm.choose.snapshot import Snapshot
+from tests.support.serving import Row, dispatcher_of
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import kernel_source_hash
@@ -31,7 +26,6 @@ from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import GroupedChoice, choose
 from tunegemm.torch import takeover
-from tunegemm.torch.enabled import Counts
 
 BF16 = torch.bfloat16
 GROUPS, N, K = 4, 48, 64
@@ -55,106 +49,6 @@ def test_a_kernel_serves_what_fits(loops: Loops) -> None:
     assert loops.loads == 1  # of as many rows a group the same kernel
 
 
-def test_b_may_have_n_contiguous(loops: Loops) -> None:
-    a, b, offs = operands()
-    columns = b.contiguous()
-    assert columns.stride(-1) == 1 and columns.stride(1) == N
-    assert torch.equal(tunegemm.grouped_mm(a, columns, offs=offs), torchs(a, columns, offs=offs))
-    assert len(loops.calls) == 1
-    assert grouped.groups(a, columns, offs, None, "swiglu") is None  # rows that alternate in TMA's lines
-    assert grouped.groups(a, b, offs, None, "swiglu") is not None
-
-
-def test_what_no_gpu_has_shown_right_is_torchs(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "choose", choose)
-    a, b, offs = operands()
-    bias = torch.randn(GROUPS, N, dtype=BF16)
-    for serves in (
-        grouped.groups(a, b, offs, None),
-        grouped.groups(a, b.contiguous(), offs, None),
-        grouped.groups(a, b, offs, bias, "swiglu", True),
-    ):
-        assert serves is not None
-    assert grouped.groups(a, b, offs, None, "geglu") is None
-    assert len(loops.calls) == 3
-
-
-def test_a_bias_is_for_all_groups_or_of_each(loops: Loops) -> None:
-    a, b, offs = operands()
-    each = torch.randn(GROUPS, N, dtype=BF16)
-    ends = [0, *offs.tolist()]
-    for bias in (each, each[0]):
-        expected = torch.cat(
-            [
-                a[first:end].float() @ b[g].float() + (bias[g] if bias.ndim == 2 else bias).float()
-                for g, (first, end) in enumerate(pairwise(ends))
-            ]
-        )
-        for ours in (a, a.float().to(BF16).requires_grad_()):  # by a kernel, and by torch's operations
-            result = tunegemm.grouped_mm(ours, b, offs=offs, bias=bias)
-            assert torch.allclose(result.float(), expected, rtol=2e-2, atol=6e-2)
-    assert len(loops.calls) == 4  # that with gradients adds the bias itself
-
-
-def unfit() -> dict[str, tuple[Any, ...]]:
-    a, b, offs = operands()
-    narrow = torch.randn(GROUPS, 12, K, dtype=BF16).mT
-    batch = torch.randn(GROUPS, 3, K, dtype=BF16)
-    same = torch.randn(1, N, K, dtype=BF16).expand(GROUPS, N, K).mT
-    return {
-        "n no multiple of 8": (a, narrow, offs),
-        "a by columns": (torch.randn(K, 16, dtype=BF16).t(), b, offs),
-        "a batch": (batch, b, None),
-        "groups along k": (torch.randn(16, 13, dtype=BF16).t().contiguous().t(), None, offs),
-        "one weight for all": (a, same, offs),
-        "fp32": (a.float(), b.float(), offs),
-        "no rows": (a[:0], b, torch.zeros(GROUPS, dtype=torch.int32)),
-    }
-
-
-@pytest.mark.parametrize("name", unfit())
-def test_what_does_not_fit_is_torchs(loops: Loops, name: str) -> None:
-    a, b, offs = unfit()[name]
-    if b is None:  # grouped along k, as gradients of weights are
-        a, b = torch.randn(13, 16, dtype=BF16).t(), torch.randn(13, 24, dtype=BF16)
-    try:
-        expected = torchs(a, b, offs=offs)
-    except (RuntimeError, ValueError) as error:
-        with pytest.raises(type(error)):
-            tunegemm.grouped_mm(a, b, offs=offs)
-    else:
-        result = tunegemm.grouped_mm(a, b, offs=offs)
-        assert torch.equal(result[:13], expected[:13]) and result.stride() == expected.stride()
-    assert loops.calls == []
-
-
-def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
-    """The same values, so many elements behind an aligned address."""
-    return torch.empty(tensor.numel() + by).to(tensor.dtype)[by:].view(tensor.shape).copy_(tensor)
-
-
-@pytest.mark.parametrize("by", [1, 4, 8])
-@pytest.mark.parametrize("which", ["a", "weights"])
-def test_operands_at_addresses_that_kernels_do_not_take_are_torchs(
-    loops: Loops, monkeypatch: pytest.MonkeyPatch, which: str, by: int
-) -> None:
-    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
-    a, b, offs = operands()
-    expected = torchs(a, b, offs=offs)
-    tunegemm.grouped_mm(a, b, offs=offs)  # a plan of operands that are laid out alike
-    if which == "a":
-        a = shifted(a, by)
-    else:
-        b = shifted(b.mT, by).mT
-    loops.calls.clear()
-    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), expected)
-    with takeover.begin():
-        assert torch.equal(torchs(a, b, offs=offs), expected)
-    gated = grouped.groups(a, b, offs, None, "swiglu")
-    assert (gated is not None) == (by == 8)
-    assert len(loops.calls) == (3 if by == 8 else 0)
-
-
 def test_what_a_launch_does_not_take_is_torchs_each_time(loops: Loops) -> None:
     """Of which no warning says anything, as of other operands that do not fit."""
     a, b, offs = operands()
@@ -167,41 +61,6 @@ def test_what_a_launch_does_not_take_is_torchs_each_time(loops: Loops) -> None:
     for count in (1, 2):
         assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs))
         assert len(loops.calls) == count
-
-
-def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
-    a, b, offs = operands()
-    call = lambda: tunegemm.grouped_mm(a, b, offs=offs)  # noqa: E731
-    torch.use_deterministic_algorithms(True)
-    try:
-        call()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    with FlopCounterMode(display=False):  # a dispatch mode
-        call()
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = tunegemm.grouped_mm(*map(mode.from_tensor, (a, b)), offs=mode.from_tensor(offs))
-        assert fake.shape == (13, N)
-    mapped = torch.vmap(lambda x: tunegemm.grouped_mm(x, b, offs=offs))(torch.stack((a, a)))
-    assert torch.equal(mapped[1], torchs(a, b, offs=offs))
-    assert loops.calls == []
-    call()
-    assert len(loops.calls) == 1
-
-
-def test_off_means_off(loops: Loops, monkeypatch: pytest.MonkeyPatch, serve) -> None:
-    monkeypatch.setenv("TUNEGEMM_MODE", "off")
-    api.serve_by(serve())
-    a, b, offs = operands()
-    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs)) and not loops.calls
-
-
-def test_refresh_looks_anew(loops: Loops) -> None:
-    a, b, offs = operands()
-    for _ in range(2):
-        tunegemm.grouped_mm(a, b, offs=offs)
-        tunegemm.refresh()
-    assert loops.loads == 2
 
 
 def test_a_kernel_that_is_compiled_serves_when_it_is_there(
@@ -267,52 +126,6 @@ def test_gradients_are_torchs(loops: Loops) -> None:
     assert len(loops.calls) == 4  # each and its gradient of a
 
 
-def test_compiled_code_holds_the_operator(loops: Loops) -> None:
-    a, b, offs = operands()
-    graphs = []
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x, w, ends: tunegemm.grouped_mm(x, w.mT, offs=ends) * 2, backend=keep, fullgraph=True
-    )
-    result = compiled(a, b.mT.contiguous(), offs)
-    assert torch.equal(result, torchs(a, b, offs=offs) * 2) and len(loops.calls) == 1
-    assert "tunegemm.grouped_mm" in graphs[0].print_readable(print_output=False)
-
-
-def test_the_operator_is_one_for_torch(loops: Loops) -> None:
-    a, b, offs = operands()
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, (a, b, offs), test_utils=tests)
-    with_grad = (a.requires_grad_(), b.requires_grad_(), offs)
-    torch.library.opcheck(torch.ops.tunegemm.grouped_mm.default, with_grad, test_utils=tests)
-
-
-def test_a_takeover_serves_torchs_operator(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
-    a, b, offs = operands()
-    expected = torchs(a, b, offs=offs)
-    counts = Counts()
-    for counting in (None, counts.counting):
-        loops.calls.clear()
-        with takeover.begin(counting):
-            assert torch.equal(torchs(a, b, offs=offs), expected)
-            assert torch.equal(torch._grouped_mm(a, b, offs=offs, out_dtype=BF16), expected)
-            assert len(loops.calls) == 2
-            x, w = (t.detach().clone().requires_grad_() for t in (a, b.mT))
-            torchs(x, w.mT, offs=offs).square().sum().backward()
-            assert x.grad is not None and w.grad is not None and len(loops.calls) == 4
-            mapped = torch.vmap(lambda each: torchs(each, b, offs=offs))(torch.stack((a, a)))
-            assert torch.equal(mapped[1], expected)
-        found = len(loops.calls)
-        assert torch.equal(torchs(a, b, offs=offs), expected) and len(loops.calls) == found
-    assert counts.served().served == 0  # they are no `Problem`
-
-
 def test_what_a_takeover_does_not_serve_is_torchs_to_compute_or_refuse(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,16 +156,6 @@ def test_what_a_takeover_does_not_serve_is_torchs_to_compute_or_refuse(
     assert loops.calls == []
 
 
-def test_compiled_code_is_taken_over_when_it_runs(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
-    a, b, offs = operands()
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, w, ends: torchs(x, w.mT, offs=ends) * 2, backend="aot_eager")
-    with takeover.begin(), torch.no_grad():
-        assert torch.equal(compiled(a, b.mT.contiguous(), offs), torchs(a, b, offs=offs) * 2)
-        assert len(loops.calls) == 2
-
-
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "int64": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs.long()), r"are torch.int64; give int32"),
     "ends": (lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs[:3]), r"shape \(3,\), b has 4 groups"),
@@ -372,12 +175,6 @@ def test_what_torch_refuses_is_named(loops: Loops, name: str) -> None:
     call, words = WRONG[name]
     with pytest.raises(ProblemError, match=words):
         call(*operands())
-
-
-def test_no_tensor_is_torchs_error(loops: Loops) -> None:
-    _, b, offs = operands()
-    with pytest.raises(TypeError):
-        tunegemm.grouped_mm(3, b, offs=offs)  # type: ignore[arg-type]
 
 
 def test_fx_traces_a_call(loops: Loops) -> None:
@@ -409,9 +206,7 @@ def recorded(loops: Loops, device: Device) -> Callable[..., list[GroupedChoice]]
 
         problem = Problem.of_groups(rows, N, K, GROUPS, **kind or {})
         row = Row(problem, device.fingerprint, candidate, kernel_source=kernel_source_hash(candidate.family))
-        row = replace(row, **facts)
-        planner = Planner(device_type="cpu", read=lambda: Snapshot([row]), find=lambda spec: device)
-        api.serve_by(Dispatcher(planner))
+        api.serve_by(dispatcher_of([replace(row, **facts)]))
         grouped.groups = grouped.Groups(load)
         return asked
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.groups.test_along_k import Along
 from tests.support.as_torch import enabled, outcome_of
 from tests.support.grouped import Loops
 from tests.support.groups_as_torch import BF16, DIVISIONS, disagreements, ends, samples, scaled_samples
+from tests.support.serving import deterministic
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, choose, listed_along_k
 from tunegemm.torch import takeover
@@ -100,7 +102,7 @@ def test_ends_of_no_division_raise_nothing_that_torchs_do_not(kernel: Loops, end
 
 SURROUNDINGS = {
     "autocast": lambda call: _under(torch.autocast("cpu", BF16), call),
-    "deterministic": lambda call: _deterministic(call),
+    "deterministic": lambda call: _under(deterministic(), call),
     "inference mode": lambda call: _under(torch.inference_mode(), call),
     "vmap": lambda call: torch.vmap(lambda a: call(a))(torch.stack((A, A)))[1],
     "compiled": lambda call: torch.compile(call, backend="aot_eager", fullgraph=True)(A),
@@ -125,14 +127,6 @@ def _under(context: Any, call: Any) -> Any:
         return call(A)
 
 
-def _deterministic(call: Any) -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return call(A)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_surroundings_change_nothing(kernel: Loops, name: str) -> None:
     """A result, or torch's error."""
@@ -154,21 +148,14 @@ def test_surroundings_change_nothing(kernel: Loops, name: str) -> None:
 
 def test_threads_have_their_own_products(kernel: Loops) -> None:
     kernel.quiet = False
-    wrong: list[int] = []
     begin = threading.Barrier(6)
 
-    def work(number: int) -> None:
+    def work(number: int) -> bool:
         a = torch.full((16, 64), float(number), dtype=BF16)
         offs = ends([number, number, 8, 16], "cpu")
         expected = torchs(a, B, offs=offs)
         begin.wait()
-        for _ in range(40):
-            if not torch.equal(tunegemm.grouped_mm(a, B, offs=offs), expected):
-                wrong.append(number)
+        return all(torch.equal(tunegemm.grouped_mm(a, B, offs=offs), expected) for _ in range(40))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == [] and kernel.calls
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(6))) and kernel.calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import tunegemm
 from tests.support.serving import Bound, fails, serving_by, with_other_device_current
+from tests.torch.test_blocks import operands
 from tunegemm.dispatch import extension
 from tunegemm.errors import ProblemError
 
@@ -129,27 +131,41 @@ def test_what_is_no_tensor_is_named() -> None:
         tunegemm.quantize([1.0, 2.0])  # type: ignore[arg-type]
 
 
-def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+SCALED = operands(3, 136, 256)
+ROWS = torch.randn(3, 256).bfloat16()
+#: Calls of kernels that launch by addresses, and what is said of one that fails.
+LAUNCHES: dict[str, tuple[Callable[[], Any], str]] = {
+    "quantize": (lambda: tunegemm.quantize(ROWS), "operations quantise"),
+    "scaled_mm": (lambda: (tunegemm.scaled_mm(*SCALED, out_dtype=BF16),), "torch computes"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_another_device_than_the_current_one_is_made_current(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     current, launched = with_other_device_current(monkeypatch), []
     kernel = Bound(lambda *addresses: launched.append((current[-1], addresses[0])))
-    x = torch.randn(3, 256).bfloat16()
     with serving_by(monkeypatch, kernel):
-        tunegemm.quantize(x)
-    assert launched == [(0, x.data_ptr())] and current == [1]
+        LAUNCHES[name][0]()
+    first = ROWS if name == "quantize" else SCALED[0]
+    assert launched == [(0, first.data_ptr())] and current == [1]
 
 
-def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_failed_launch_is_torchs_but_in_a_capture_raises(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A graph may not keep another way than the one that its program measured."""
-    x = torch.randn(3, 256).bfloat16()
-    wanted = tunegemm.quantize(x)
-    kernel = Bound(lambda *addresses: None)
+    call, said = LAUNCHES[name]
+    wanted, kernel = call(), Bound(lambda *addresses: None)
     with serving_by(monkeypatch, kernel):
-        tunegemm.quantize(x)
+        call()
         kernel.launch = fails
         with monkeypatch.context() as during:
             during.setattr(extension, "capturing", lambda _: True)
             with pytest.raises(RuntimeError, match="700"):
-                tunegemm.quantize(x)
-        with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*operations quantise"):
-            result = tunegemm.quantize(x)
-    assert torch.equal(result[0].float(), wanted[0].float()) and torch.equal(result[1], wanted[1])
+                call()
+        with pytest.warns(tunegemm.TunegemmWarning, match=rf"failed to launch.*700.*{said}"):
+            results = call()
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(results, wanted, strict=True))

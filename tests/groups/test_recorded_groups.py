@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tunegemm.groups import recorded_groups, scaled_groups
-from tunegemm.groups.recorded_groups import GroupedCall, dtype_of, mode_of
+from tunegemm.groups import scaled_groups
+from tunegemm.groups.recorded_groups import GroupedCall
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 A, B, OFFS = (
@@ -73,16 +73,6 @@ ROOM = torch.zeros(32 * 64 + 8).to(BF16)
 def test_why_no_kernel_serves_a_call(call: GroupedCall, changes: dict[str, Any], says: str) -> None:
     found = replace(call, **changes).kind(RESULT).refusal
     assert says in found and bool(says) == bool(found)
-
-
-def test_modes_and_dtypes_that_have_no_name() -> None:
-    assert (mode_of(A, "m", "k", "k"), mode_of(A.t(), "m", "k", "k"), mode_of(A[:, ::2], "m", "k", "k")) == (
-        "k",
-        "m",
-        "",
-    )
-    assert (dtype_of(BF16), dtype_of(torch.float64), dtype_of(torch.uint8)) == ("bf16", "float64", "uint8")
-    assert set(recorded_groups.OPERATORS) == {"_grouped_mm", "_scaled_grouped_mm"}
 
 
 @pytest.mark.parametrize(

@@ -293,20 +293,9 @@ def test_few_rows_are_launched_with_their_strides(steps: Steps) -> None:
     assert steps.calls == ["few bf16 False", "few bf16 True"]
     plain, of_gate = seen
     assert plain["bias"] is a and of_gate["bias"] is bias
-    names = (
-        "total",
-        "count",
-        "n",
-        "units",
-        "row_units",
-        "group_units",
-        "line_units",
-        "has_bias",
-        "turns",
-        "apart",
-    )
-    assert [plain[name] for name in names] == [2, 5, 16, 4, 5, 96, 6, 0, 1, 0]
-    assert [of_gate[name] for name in names] == [2, 5, 8, 4, 5, 96, 6, 1, 2, 1]
+    both = {"total": 2, "count": 5, "units": 4, "row_units": 5, "group_units": 96, "line_units": 6}
+    assert plain.items() >= (both | {"n": 16, "has_bias": 0, "turns": 1, "apart": 0}).items()
+    assert of_gate.items() >= (both | {"n": 8, "has_bias": 1, "turns": 2, "apart": 1}).items()
     steps.found = False
     assert routing.few(config, 0, steps.load) is None
 

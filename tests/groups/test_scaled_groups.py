@@ -10,8 +10,7 @@ import torch
 
 import tunegemm
 from tests.support.grouped import Loops
-from tunegemm.describe.device import Device
-from tunegemm.dispatch import extension
+from tests.support.serving import serving_by
 from tunegemm.errors import ProblemError
 from tunegemm.generate.takes import NotTaken
 from tunegemm.torch import takeover
@@ -41,11 +40,6 @@ def expected() -> torch.Tensor:
     group = torch.tensor([0] * 4 + [2] * 5)
     product = torch.einsum("rk,rkn->rn", a.float(), b.float()[group])
     return product * scale_a[:, None] * scale_b[group]
-
-
-def test_a_kernel_is_given_both_scales(loops: Loops) -> None:
-    torch.testing.assert_close(call().float(), expected(), rtol=1e-2, atol=1e-2)
-    assert loops.calls == [(9, GROUPS, N, K, "scale_rowwise")]
 
 
 def test_a_takeover_serves_torchs_operator(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +144,6 @@ def test_autocast_leaves_the_fp32_product_of_block_scales() -> None:
     assert torch.equal(result, tunegemm.scaled_grouped_mm(**words))
 
 
-def test_block_scales_are_traced_in_one_graph() -> None:
-    words = of_blocks()
-    compiled = torch.compile(
-        lambda **given: tunegemm.scaled_grouped_mm(**given), backend="eager", fullgraph=True
-    )
-    assert torch.equal(compiled(**words), tunegemm.scaled_grouped_mm(**words))
-
-
 def test_fx_traces_a_call_with_block_scales() -> None:
     check_fx(*of_blocks().values())
 
@@ -168,7 +154,7 @@ def test_block_scales_of_meta_tensors_give_one() -> None:
 
 
 def test_a_kernel_of_block_scales_is_bound_once_and_its_failure_is_no_callers(
-    monkeypatch: pytest.MonkeyPatch, device: Device
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = of_blocks()
     launched: list[tuple[int, ...]] = []
@@ -191,11 +177,7 @@ def test_a_kernel_of_block_scales_is_bound_once_and_its_failure_is_no_callers(
                 raise self.error
 
     planted = Planted()
-    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
-    monkeypatch.setattr(extension, "loaded", lambda *_: planted)
-    monkeypatch.setattr(extension, "device_of", lambda _: device)
-    tunegemm.refresh()
-    try:
+    with serving_by(monkeypatch, planted):
         results = [tunegemm.scaled_grouped_mm(**words) for _ in range(2)]
         assert planted.bindings == 1
         assert launched == [(*(each.data_ptr() for each in (*words.values(), result)),) for result in results]
@@ -206,9 +188,6 @@ def test_a_kernel_of_block_scales_is_bound_once_and_its_failure_is_no_callers(
             assert torch.equal(tunegemm.scaled_grouped_mm(**words), wanted)
         count = len(launched)
         assert torch.equal(tunegemm.scaled_grouped_mm(**words), wanted) and len(launched) == count
-    finally:
-        monkeypatch.undo()
-        tunegemm.refresh()
 
 
 def test_e8m0_block_scales_are_fp32_ones() -> None:
@@ -220,20 +199,14 @@ def test_e8m0_block_scales_are_fp32_ones() -> None:
     )
 
 
-def test_a_policy_that_block_scales_break_is_said(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+def test_a_policy_that_block_scales_break_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the one kernel that keeps the order of sums compiles."""
-    monkeypatch.setattr(extension, "device_type", lambda: "cpu")
-    monkeypatch.setattr(extension, "loaded", lambda *_: None)
-    tunegemm.refresh()
-    try:
-        with (
-            tunegemm.policy("batch_invariant"),
-            pytest.warns(tunegemm.TunegemmWarning, match="does not hold"),
-        ):
-            tunegemm.scaled_grouped_mm(**of_blocks())
-    finally:
-        monkeypatch.undo()
-        tunegemm.refresh()
+    with (
+        serving_by(monkeypatch, None),
+        tunegemm.policy("batch_invariant"),
+        pytest.warns(tunegemm.TunegemmWarning, match="does not hold"),
+    ):
+        tunegemm.scaled_grouped_mm(**of_blocks())
 
 
 @pytest.mark.parametrize(

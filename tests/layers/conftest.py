@@ -8,12 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.fusing import Recorded
+from tests.support.fusing import serve_recorded
 from tests.support.gates import Kernels
-from tests.support.serving import serve_with
-from tunegemm.describe.device import find_device
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch import api
 from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.layers import joint
@@ -21,17 +18,10 @@ from tunegemm.layers import joint
 
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Planner:
-    snapshot = Recorded()
-    planner = Planner(
-        device_type="cpu",
-        read=lambda: snapshot,
-        find=lambda _: find_device("model:h200"),
-        prepare=lambda record, _: Prepared(kernels.of(record.problem)),
-    )
-    serve_with(monkeypatch, Dispatcher(planner))
+    serve_recorded(monkeypatch, kernels)
     monkeypatch.setattr(joint, "load", kernels.load)
     monkeypatch.setattr(joint, "failed", set())
-    return planner
+    return api.dispatcher.planner
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import tunegemm
 from tests.support.forks import Forks
 from tests.support.fusing import close
 from tests.support.gates import Kernels
-from tests.support.layers import MLP, Layer, given, made
+from tests.support.layers import MLP, given, made
 from tunegemm.dispatch import extension
 from tunegemm.layers import graph_pass
 from tunegemm.layers.graph_pass import Fusion
@@ -36,16 +36,6 @@ def test_a_gate_is_one_call_while_it_is_on(kernels: Kernels) -> None:
         torch._dynamo.reset()
         close(torch.compile(model, dynamic=False)(x), expected)
     assert len(kernels.gates) == 2, "off, it is torch's code"
-
-
-def test_a_layer_is_right_for_any_number_of_rows(kernels: Kernels) -> None:
-    model = made(Layer())
-    with torch.no_grad(), tunegemm.enable():
-        run = torch.compile(model, dynamic=True)
-        for rows in (3, 9, 40):
-            x = given(1, rows)
-            close(run(x), model(x))
-    assert kernels.gates and kernels.calls
 
 
 def test_what_is_trained_is_torchs(kernels: Kernels) -> None:

@@ -138,16 +138,6 @@ def test_activations_of_transformers(kernels: Kernels, name: str, activation: st
     assert len(kernels.gates) == bool(activation)
 
 
-def test_a_model_of_transformers_is_fused(kernels: Kernels) -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    make = functools.partial(LlamaMLP, LlamaConfig(hidden_size=64, intermediate_size=96))
-    with torch.no_grad():
-        close(fused(made(make()))(given()), made(make())(given()))
-    assert len(kernels.gates) == 1
-
-
 class Silu(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.silu(x)

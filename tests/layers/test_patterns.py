@@ -25,22 +25,28 @@ from tunegemm.layers.graph import linear_of
 silu = F.silu
 
 
-def counts_of(model: nn.Module, *x: Any, dynamic: bool | None = False) -> tuple[torch.Tensor, Counter[str]]:
-    """What a model gives through the backend, and what the pass found in its graphs."""
+pytestmark = pytest.mark.usefixtures("planner")
+
+
+def compiled(model: nn.Module, **words: Any) -> tuple[Callable[..., Any], Counter[str]]:
+    """The model through the backend, and what the pass finds in its graphs as they come."""
     found: Counter[str] = Counter()
 
     def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         found.update(backend.prepare(graph))
         return graph.forward
 
+    return torch.compile(model, backend=compiler, **words), found
+
+
+def counts_of(model: nn.Module, *x: Any) -> Counter[str]:
+    """What the pass finds in a model's graphs, whose results, of two calls, are the model's."""
     with torch.no_grad():
-        compiled = torch.compile(model, backend=compiler, dynamic=dynamic)
-        compiled(*x)
-        return compiled(*x), found
-
-
-def gated(spell: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda m, x: spell(m, x)
+        expected = model(*x)
+        run, found = compiled(model, dynamic=False)
+        for _ in range(2):
+            close(run(*x), expected)
+    return found
 
 
 GATES: dict[str, Callable[..., torch.Tensor]] = {
@@ -63,14 +69,8 @@ GATES: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_a_gate_of_two_weights_is_one_call(planner: Any, kernels: Kernels, name: str) -> None:
-    model, x = made(Own(GATES[name])), given()
-    with torch.no_grad():
-        expected = model(x)
-    result, found = counts_of(model, x)
-    close(result, expected)
-    assert found["gate"] == 1
-    assert len(kernels.gates) == 2
+def test_a_gate_of_two_weights_is_one_call(kernels: Kernels, name: str) -> None:
+    assert counts_of(made(Own(GATES[name])), given())["gate"] == 1 and len(kernels.gates) == 2
 
 
 PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
@@ -86,14 +86,9 @@ PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_with_a_transposed_weight_is_a_layer(planner: Any, kernels: Kernels, name: str) -> None:
+def test_a_product_with_a_transposed_weight_is_a_layer(name: str) -> None:
     spell, count = PRODUCTS[name]
-    model, x = made(Own(spell)), given()
-    with torch.no_grad():
-        expected = model(x)
-    result, found = counts_of(model, x)
-    close(result, expected)
-    assert found["linear"] == count
+    assert counts_of(made(Own(spell)), given())["linear"] == count
 
 
 HALVES: dict[str, Callable[..., torch.Tensor]] = {
@@ -107,36 +102,23 @@ HALVES: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_a_gate_of_one_weight_is_one_call(planner: Any, kernels: Kernels, name: str) -> None:
-    model, x = made(Own(HALVES[name])), given()
-    with torch.no_grad():
-        expected = model(x)
-    result, found = counts_of(model, x)
-    close(result, expected)
-    assert found["half gate"] == 1 and len(kernels.gates) == 2
+def test_a_gate_of_one_weight_is_one_call(kernels: Kernels, name: str) -> None:
+    assert counts_of(made(Own(HALVES[name])), given())["half gate"] == 1 and len(kernels.gates) == 2
 
 
-CHAINS: dict[str, tuple[Callable[..., torch.Tensor], list[str]]] = {
-    "residual": (lambda m, x: x + m.c(x), ["residual"]),
-    "residual last": (lambda m, x: m.c(x).add(x), ["residual"]),
-    "dropout that is off": (lambda m, x: x + F.dropout(m.c(x), 0.5, m.training), ["residual"]),
-    "activation": (lambda m, x: F.gelu(m.a(x), approximate="tanh"), ["gelu_tanh"]),
-    "both": (lambda m, x: x + F.relu(m.c(x)), ["relu", "residual"]),
+CHAINS: dict[str, Callable[..., torch.Tensor]] = {
+    "residual": lambda m, x: x + m.c(x),
+    "residual last": lambda m, x: m.c(x).add(x),
+    "dropout that is off": lambda m, x: x + F.dropout(m.c(x), 0.5, m.training),
+    "activation": lambda m, x: F.gelu(m.a(x), approximate="tanh"),
+    "both": lambda m, x: x + F.relu(m.c(x)),
 }
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_steps_after_a_layer_are_its_kernels(planner: Any, kernels: Kernels, name: str, bias: bool) -> None:
-    spell, steps = CHAINS[name]
-    model, x = made(Own(spell, bias)), given()
-    with torch.no_grad():
-        expected = model(x)
-    before = len(kernels.calls)
-    result, found = counts_of(model, x)
-    close(result, expected)
-    assert found == {"chain": 1} and steps
-    assert len(kernels.calls) - before == 2
+def test_steps_after_a_layer_are_its_kernels(kernels: Kernels, name: str, bias: bool) -> None:
+    assert counts_of(made(Own(CHAINS[name], bias)), given()) == {"chain": 1} and len(kernels.calls) == 2
 
 
 def _viewed(m: Own, x: torch.Tensor) -> torch.Tensor:
@@ -161,18 +143,17 @@ SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", SEVERAL)
-def test_layers_of_one_input_are_one_launch(planner: Any, kernels: Kernels, name: str, bias: bool) -> None:
+def test_layers_of_one_input_are_one_launch(kernels: Kernels, name: str, bias: bool) -> None:
     """Where nobody sees that their results are views of one."""
     spell, is_one = SEVERAL[name]
     model, x = made(Own(spell, bias)), given()
+    run, found = compiled(model, dynamic=False)
     with torch.no_grad():
-        expected = model(x)
-    result, found = counts_of(model, x)
-    for a, b in zip(
-        *(each if isinstance(each, tuple) else (each,) for each in (result, expected)), strict=True
-    ):
-        close(a, b)
-        assert a.stride() == b.stride()
+        results = [each if isinstance(each, tuple) else (each,) for each in (model(x), run(x), run(x))]
+    for expected, *others in zip(*results, strict=True):
+        for other in others:
+            close(other, expected)
+            assert other.stride() == expected.stride()
     assert found["several"] == is_one and len(kernels.several) == 2 * is_one
 
 
@@ -220,85 +201,59 @@ def _twice(m: Own, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_the_same_stays(planner: Any, kernels: Kernels, name: str) -> None:
+def test_what_is_not_the_same_stays(name: str) -> None:
     spell, x = LEFT[name], given()
+    run, found = compiled(made(Own(spell)))
     with torch.no_grad():
-        expected = made(Own(spell))(x)
-    model = made(Own(spell))
-    found: Counter[str] = Counter()
-
-    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.update(backend.prepare(graph))
-        return graph.forward
-
-    with torch.no_grad():
-        close(torch.compile(model, backend=compiler)(x), expected, 0.03)
+        close(run(x), made(Own(spell))(x), 0.03)
     assert found["gate"] == (1 if name == "another use of the gate" else 0)
 
 
-def test_a_buffer_that_is_written_to_in_between_forbids_it(planner: Any, kernels: Kernels) -> None:
+def test_a_buffer_that_is_written_to_in_between_forbids_it() -> None:
     """The caller's tensors may share memory in ways that a graph does not show."""
-    model, x = made(Own(_buffer_written)), given()
-    with torch.no_grad():
-        expected = model(x.clone(), torch.zeros(3))
-        result, found = counts_of(model, x.clone(), torch.zeros(3))
-    close(result, expected)
-    assert found == {"chain": 1, "linear": 1}
+    assert counts_of(made(Own(_buffer_written)), given(), torch.zeros(3)) == {"chain": 1, "linear": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_dtypes_are_left(planner: Any, dtype: torch.dtype) -> None:
-    model = made(Own(GATES["operator"]), dtype)
-    result, found = counts_of(model, given(dtype=dtype))
-    assert not found and result.dtype is dtype
+def test_other_dtypes_are_left(dtype: torch.dtype) -> None:
+    assert not counts_of(made(Own(GATES["operator"]), dtype), given(dtype=dtype))
 
 
-def test_a_residual_of_another_shape_or_dtype_is_torchs_to_add(planner: Any) -> None:
+def test_a_residual_of_another_shape_or_dtype_is_torchs_to_add() -> None:
     model, x = made(Own(lambda m, x, other: m.c(x) + other)), given()
     for other in (torch.ones(WIDTH, dtype=x.dtype), torch.ones(2, 8, 1, dtype=x.dtype), x.float()):
         torch._dynamo.reset()
-        with torch.no_grad():
-            expected = model(x, other)
-        result, found = counts_of(model, x, other)
-        close(result, expected)
-        assert found == {"linear": 1}
+        assert counts_of(model, x, other) == {"linear": 1}
 
 
-def test_any_number_of_rows_is_one_graph(planner: Any, kernels: Kernels) -> None:
-    model, graphs = made(Own(GATES["operator"])), 0
-
-    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        assert backend.prepare(graph) == {"gate": 1}
-        return graph.forward
-
-    compiled = torch.compile(model, backend=compiler, dynamic=True)
+def test_any_number_of_rows_is_one_graph(kernels: Kernels) -> None:
+    model = made(Own(GATES["operator"]))
+    run, found = compiled(model, dynamic=True)
     with torch.no_grad():
         for rows in (3, 7, 7, 33, 520):
             x = given(rows)
-            close(compiled(x), model(x))
-    assert graphs == 1
+            close(run(x), model(x))
+    assert found == {"gate": 1}
     assert [rows for rows, *_ in kernels.gates] == [3, 7, 7, 33, 520]
 
 
-def test_other_views_of_an_input_are_right(planner: Any) -> None:
+def test_other_views_of_an_input_are_right() -> None:
     """A graph for any strides: an input whose rows have gaps, one that is transposed, one without rows."""
     model = made(Own(GATES["operator"]))
-    compiled = torch.compile(model, backend=backend.tunegemm, dynamic=True)
+    run = torch.compile(model, backend=backend.tunegemm, dynamic=True)
     wide = torch.randn(6, 2 * WIDTH).to(torch.bfloat16)
     with torch.no_grad():
         for x in (wide[:, :WIDTH], wide[:, WIDTH:], given(4, 5).transpose(0, 1), given(0, 3), given(1)[0:1]):
-            close(compiled(x), model(x))
+            close(run(x), model(x))
 
 
-def test_nan_and_infinity_go_through(planner: Any) -> None:
+def test_nan_and_infinity_go_through() -> None:
     model, x = made(Own(lambda m, x: x + m.c(x))), given()
     x[0, 0, 0], x[1, 2, 3] = math.nan, math.inf
+    run, found = compiled(model)
     with torch.no_grad():
-        expected = model(x)
-    result, _ = counts_of(model, x)
-    assert torch.equal(result.isnan(), expected.isnan())
+        assert torch.equal(run(x).isnan(), model(x).isnan())
+    assert found == {"chain": 1}
 
 
 class Clamped(sites.Site):
@@ -330,19 +285,15 @@ def clamped(node: torch.fx.Node) -> patterns.Match | None:
 
 
 def test_a_pattern_is_a_function_its_site_and_its_place_in_the_list(
-    planner: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CONTRIBUTING.md names the files."""
     monkeypatch.setattr(fusion, "PATTERNS", (clamped, *patterns.PATTERNS))
     model, x = made(Own(lambda m, x: torch.clamp(m.a(x), 0))), given()
-    with torch.no_grad():
-        expected = model(x)
-    result, found = counts_of(model, x)
-    close(result, expected)
-    assert found == {"clamped": 1} and Clamped.launched == 2
+    assert counts_of(model, x) == {"clamped": 1} and Clamped.launched == 2
     # What has other users stays as it is: the pass refuses the match, not the pattern.
     twice = made(Own(lambda m, x: (y := m.a(x)) + torch.clamp(y, 0)))
-    assert "clamped" not in counts_of(twice, x)[1]
+    assert "clamped" not in counts_of(twice, x)
 
 
 OF_NO_LAYER: dict[str, Callable[..., torch.Tensor]] = {
@@ -356,26 +307,22 @@ OF_NO_LAYER: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OF_NO_LAYER)
-def test_products_that_are_no_layers(planner: Any, kernels: Kernels, name: str) -> None:
+def test_products_that_are_no_layers(kernels: Kernels, name: str) -> None:
     model, x, y = Own(OF_NO_LAYER[name]).eval(), given(), given(2, 32).mT.contiguous()
-    result, found = counts_of(model, x, y)
-    close(result, model(x, y))
-    assert found == {"product": 1}
+    assert counts_of(model, x, y) == {"product": 1}
     assert bool(kernels.calls) == (name != "heads"), "torch broadcasts between batches"
 
 
-def test_products_of_rows_in_groups(planner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_rows_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     loops = Loops()
     monkeypatch.setattr(grouped, "groups", grouped.Groups(loops.load))
     weights, ends = given(3, WIDTH), torch.tensor([5, 5, 16], dtype=torch.int32)
     model = Own(lambda m, x, w, e: F.grouped_mm(x[0], w, offs=e)).eval()
-    result, found = counts_of(model, given(1, 16), weights, ends)
-    close(result, F.grouped_mm(given(1, 16)[0], weights, offs=ends))
-    assert found == {"product": 1} and len(loops.calls) == 2
+    assert counts_of(model, given(1, 16), weights, ends) == {"product": 1} and len(loops.calls) == 2
 
 
 @pytest.mark.parametrize("change", ["gradient", "fp32", "mixed", "vector", "into an output"])
-def test_products_that_stay_torchs(planner: Any, kernels: Kernels, change: str) -> None:
+def test_products_that_stay_torchs(change: str) -> None:
     x, y = given(), given(2, 32).mT.contiguous()
     function = lambda m, x, y: x @ y  # noqa: E731
     if change == "gradient":
@@ -388,10 +335,10 @@ def test_products_that_stay_torchs(planner: Any, kernels: Kernels, change: str) 
         y = y[0, :, 0]
     else:
         function = lambda m, x, y: torch.bmm(x, y, out=x.new_empty(2, 8, 32))  # noqa: E731
-    model, found = Own(function).eval(), Counter[str]()
-    compiled = torch.compile(model, backend=lambda graph, _: (found.update(backend.prepare(graph)), graph)[1])
+    model = Own(function).eval()
+    run, found = compiled(model)
     with torch.set_grad_enabled(change == "gradient"):
-        close(compiled(x, y), model(x, y))
+        close(run(x, y), model(x, y))
     assert found == ({"product": 2} if change == "mixed" else {})
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import Evidence, best_of_each, choose, leaders, rank, standing
-from tunegemm.measure.outcome import STEADY_MS, Measurement
-from tunegemm.measure.statistics import beats
 
 
 @dataclass(frozen=True)
@@ -65,40 +61,3 @@ def test_what_is_here_current_and_better_proven_comes_first() -> None:
     assert rank(Result(1, 1.1, Evidence.RACE, False, False)) > rank(
         Result(2, 1.0, Evidence.RACE, False, False)
     )
-
-
-def measured(ratio: float, *, noise: float = 0.0, steady: bool = False, rounds: int = 6) -> Measurement:
-    telemetry = {STEADY_MS: 237.0 if steady else 0.0}
-    return Measurement(
-        Candidate.make("cute_sm90", {"tile_m": 64}), (100 / ratio,) * rounds, (100.0,) * rounds, 0.0, noise,
-        telemetry,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("won", "least"),
-    [
-        (lambda ratio: measured(ratio), 1.005),
-        (lambda ratio: measured(ratio, noise=0.002), 1.007),
-        (lambda ratio: measured(ratio, noise=0.5), 1.010),
-        (lambda ratio: measured(ratio, steady=True, rounds=3), 1.009),
-    ],
-)
-def test_torch_is_beaten_by_more_than_the_noise(won, least: float) -> None:
-    assert beats(won(least + 1e-4), None) and not beats(won(least - 1e-4), None)
-
-
-def test_the_baseline_is_the_mean_of_torchs_two_captures() -> None:
-    ours = measured(1.008)
-    slower = Measurement(Candidate.make("cublaslt", {}), (102.0,) * 6, (100.0,) * 6, 0.0, 0.0, {})
-    faster = Measurement(Candidate.make("cublaslt", {}), (98.0,) * 6, (100.0,) * 6, 0.0, 0.0, {})
-    other = Measurement(Candidate.make("cublaslt", {}), (98.0,) * 6, (101.0,) * 6, 0.0, 0.0, {})
-    assert beats(ours, slower) and not beats(ours, faster)
-    assert beats(ours, other), "of another race, which says nothing of this one's baseline"
-
-
-def test_rounds_that_did_not_choose_the_winner_must_not_take_it_back() -> None:
-    samples, baseline = (90.0, 90.0, 90.0, 90.0, 101.0, 101.0), (100.0,) * 6
-    lucky = Measurement(Candidate.make("cute_sm90", {}), samples, baseline, 0.0, 0.0, {})
-    assert not beats(lucky, None)
-    assert beats(Measurement(lucky.candidate, (*samples[:4], 100.0, 100.0), baseline, 0.0, 0.0, {}), None)

@@ -132,14 +132,6 @@ def test_steady_state_timing_gives_each_its_own_clocks() -> None:
     assert ratio(steady=True) == pytest.approx(100 / (95 * 1.1), rel=0.01)
 
 
-def test_the_time_is_filled_whatever_a_replay_takes() -> None:
-    replay = Draws(Chip(), 1.0, 1.0)
-    turns = [SteadyState.of(replay, seconds, 320.0) for seconds in (1e-3, 3e-2, 0.1, 1.0)]
-    assert [(turn.untimed, turn.timed) for turn in turns] == [(80, 240), (3, 8), (1, 3), (1, 1)]
-    short = SteadyState.of(replay, 1e-3, 100.0)
-    assert (short.untimed, short.timed) == (50, 50), "half of a turn at most"
-
-
 def test_rounds_of_steady_state_timing_are_few() -> None:
     for preset in (FINAL, QUICK_FINAL):
         assert 2 <= len(preset.steady_groups) < preset.rounds
@@ -292,19 +284,6 @@ def test_presets_and_bad_policies() -> None:
 def test_replays_that_fill_a_turn(replay_ms: float, steady_ms: float, untimed: int, timed: int) -> None:
     found = SteadyState.of(None, replay_ms * 1e-3, steady_ms)  # type: ignore[arg-type]
     assert (found.untimed, found.timed) == (untimed, timed)
-
-
-def test_who_leads_the_baseline_and_who_is_in_doubt() -> None:
-    samples = [[100.0, 102.0], [100.0, 98.0], [99.0, 99.0], [98.0, 98.0], [101.0, 101.0]]
-    leads = [100 / 99 - 1, 100 / 98 - 1]  # the baseline's two captures have a mean of 100
-    assert own.leads([0, 1, 2, 3, 4], 2, samples, 0.0) == pytest.approx(leads)
-    assert own.leads([0, 1, 2, 3], 2, samples, leads[0] * 1.001) == pytest.approx(leads[1:])
-    for limits, doubt in (
-        ((0.0, 0.02), True), ((0.015, 0.0205), True), ((0.015, 0.02), False), ((0.0, leads[0] * 0.99), False)
-    ):  # fmt: skip
-        settings = replace(FINAL, steady_doubt=limits)
-        assert own.is_in_doubt([0, 1, 2, 3], 2, samples, settings) is doubt
-    assert not own.is_in_doubt([0, 1, 2, 3], 2, samples, replace(FINAL, steady_doubt=None))
 
 
 def test_who_may_be_the_fastest() -> None:

@@ -77,34 +77,20 @@ def test_energy_is_metered_where_it_is_asked_for(worker: MeasureWorker) -> None:
 
 
 def test_measures_correct_candidates_and_names_each_failure(worker: MeasureWorker) -> None:
-    whats = [
-        "good",
-        "wrong",
-        "unwritten",
-        "one-element",
-        "outside",
-        "stale-pointers",
-        "load-error",
-        "launch-error",
-    ]
-    jobs = [planted(what) for what in whats] + [Job(TORCH_MM)]
+    failures = {
+        "wrong": ("wrong", "relative error"), "unwritten": ("wrong", "NaN"),
+        "one-element": ("wrong", "one element"), "outside": ("wrong", "outside"),
+        "stale-pointers": ("wrong", "in a graph: output has NaN"),
+        "load-error": ("load", "object is damaged second line"), "launch-error": ("launch", ""),
+    }  # fmt: skip
+    jobs = [planted(what) for what in ("good", *failures)] + [Job(TORCH_MM)]
     outcomes = {o.candidate: o for o in worker.measure(PROBLEM, jobs, QUICK)}
     assert set(outcomes) == {job.candidate for job in jobs}
     first_pid = worker.pid
 
-    failures = {what: outcomes[planted(what).candidate] for what in whats[1:]}
-    stages = {what: failure.stage for what, failure in failures.items() if isinstance(failure, Failure)}
-    assert stages == {
-        "wrong": "wrong", "unwritten": "wrong", "one-element": "wrong", "outside": "wrong",
-        "stale-pointers": "wrong", "load-error": "load", "launch-error": "launch",
-    }  # fmt: skip
-    assert "relative error" in failures["wrong"].reason
-    assert "NaN" in failures["unwritten"].reason
-    assert "one element" in failures["one-element"].reason
-    assert "outside" in failures["outside"].reason
-    assert failures["stale-pointers"].reason.startswith("in a graph: output has NaN")
-    assert failures["load-error"].reason == "object is damaged second line"
-
+    for what, (stage, reason) in failures.items():
+        failure = outcomes[planted(what).candidate]
+        assert isinstance(failure, Failure) and failure.stage == stage and reason in failure.reason, what
     for candidate in (planted("good").candidate, TORCH_MM):
         measured = outcomes[candidate]
         assert isinstance(measured, Measurement)
@@ -162,15 +148,6 @@ def test_each_killer_fails_alone_and_the_rest_is_measured(worker: MeasureWorker,
     assert measured == {planted("good").candidate, TORCH_MM}
     good = next(o for o in outcomes if isinstance(o, Measurement))
     assert good.telemetry["interleaved"] == 2
-
-
-def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWorker) -> None:
-    settings = RaceSettings(rounds=8, min_replay_ms=0.05, race_after=2, race_margin=0.5)
-    outcomes = {o.candidate: o for o in worker.measure(PROBLEM, [planted("good"), planted("slow")], settings)}
-    slow = outcomes[planted("slow").candidate]
-    assert isinstance(slow, Measurement)
-    assert 2 <= len(slow.samples_us) == len(slow.baseline_us) <= 4
-    assert slow.ratio < 0.5
 
 
 def test_a_replay_has_as_many_products_as_the_baselines(worker: MeasureWorker) -> None:
@@ -241,20 +218,6 @@ def test_a_pause_does_not_hide_a_cap() -> None:
     assert last.telemetry[STEADY_MS] == 20.0
 
 
-def test_a_gpu_that_holds_its_clocks_is_not(worker: MeasureWorker) -> None:
-    (outcome,) = worker.measure(PROBLEM, [planted("good")], STEADY)
-    assert isinstance(outcome, Measurement) and outcome.telemetry[STEADY_MS] == 0.0
-    assert len(outcome.samples_us) == QUICK.rounds
-
-
-def test_jobs_beyond_one_interleave_form_another(worker: MeasureWorker) -> None:
-    settings = RaceSettings(rounds=2, min_replay_ms=0.05, race_after=2, race_margin=9.0, interleave=2)
-    jobs = [planted(f"good-{i}") for i in range(5)]
-    outcomes = [*worker.measure(PROBLEM, jobs, settings)]
-    assert [o.candidate for o in outcomes] == [job.candidate for job in jobs]
-    assert [o.telemetry["interleaved"] for o in outcomes if isinstance(o, Measurement)] == [2, 2, 2, 2, 1]
-
-
 def test_an_abandoned_request_does_not_leak_into_the_next(worker: MeasureWorker) -> None:
     """Which is of a user's epilogue: a new child, which has seen nothing, knows it."""
     stream = worker.measure(PROBLEM, [planted("wrong"), planted("good")], QUICK)
@@ -270,13 +233,8 @@ def test_a_worker_says_what_its_phases_took(worker: MeasureWorker) -> None:
     worker.discover(PROBLEM)
     before = dict(worker.seconds)
     [*worker.measure(PROBLEM, [planted("good")], QUICK)]
-    assert 0 < before["start"] < 60 and set(worker.seconds) >= {
-        "start",
-        "operands",
-        "baseline",
-        "checks",
-        "races",
-    }
+    assert 0 < before["start"] < 60
+    assert set(worker.seconds) >= {"start", "operands", "baseline", "checks", "races"}
     assert all(worker.seconds[phase] > before.get(phase, 0.0) for phase in ("checks", "races"))
     assert worker.seconds["start"] == before["start"]
 

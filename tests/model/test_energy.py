@@ -8,10 +8,9 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.model import energy
@@ -77,25 +76,6 @@ def test_the_clock_is_the_highest_that_fits_the_cap(h200: Device, monkeypatch: p
         assert found.at_cap == (found.clock_mhz[0] < 1980)
     assert clocks == sorted(clocks) and (clocks[0], clocks[-1]) == (1000, 1980)
     assert len(set(clocks)) == 5 and times == sorted(times, reverse=True)
-
-
-def test_what_moves_less_has_a_higher_clock(h200: Device) -> None:
-    """The same tile, its operands multicast or not; and a wider instruction for the same flops."""
-    alone, pair = lasting(CUBE, h200, tile(cluster=(1, 1)), tile(cluster=(2, 1))).clock_mhz
-    assert pair > alone
-    table = energy.table_of("NVIDIA H200")
-    assert table is not None
-    costs = table.flop_pj(np.array([8.0, 64.0, 112.0, 256.0]))
-    assert costs[0] == costs[1] > costs[2] > costs[3], "narrower than was measured: as the narrowest"
-
-
-@pytest.mark.parametrize("spec", ["model:a100-sxm-80gb"])
-def test_where_nothing_was_measured_cycles_decide(spec: str) -> None:
-    device = find_device(spec)
-    found = lasting(CUBE, device, tile(), tile(64, 64))
-    columns = Columns.of([tile(), tile(64, 64)])
-    assert not found.at_cap
-    assert found.us.tolist() == terms(CUBE, columns, device).total_us.tolist()
 
 
 def recorded() -> dict[Problem, list[tuple[float, Candidate]]]:

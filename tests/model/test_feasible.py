@@ -195,14 +195,6 @@ def test_a_folder_that_cannot_be_written_is_let_be(tmp_path: Path, h200: Device)
     assert (tmp_path / "file").read_text() == "no folder"
 
 
-def test_lists_too_long_for_a_byte_are_not_kept(tmp_path: Path, h200: Device) -> None:
-    family = families.get("triton_tma")
-    long = dict(small("triton_tma").compile_values) | {"tile_k": tuple(range(1, 302))}
-    space = replace(small("triton_tma"), compile_values=long)
-    assert possible_kernels(family, space, PROBLEM, h200, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x520x264x3", dtype="fp16", epilogue="relu")]
 
 

@@ -36,22 +36,6 @@ def test_a_tile_of_many_rows_is_wider_than_no_weight_but_the_last() -> None:
     assert choice is not None and not isinstance(choice.config, GroupedConfig)
 
 
-def test_fewer_waves_win() -> None:
-    """136 tiles of 128 rows, or as many of 256 in one wave."""
-    choice = choose(1024, LLAMA, 4096)
-    assert choice is not None and choice.config.tile_m == 256
-
-
-@pytest.mark.parametrize("rows", [128, 256, 384])
-def test_narrow_weights_get_small_tiles(rows: int) -> None:
-    """Those of a rank of eight: large tiles would be a quarter of the multiprocessors."""
-    for ns, gate in (((1024, 128, 128), ""), ((1536, 1536), "swiglu")):
-        choice = choose(rows, ns, 8192, gate=gate)
-        assert choice is not None and choice.config.tile_m * choice.config.tile_n <= 128 * 64
-    choice = choose(1024, (1024, 128, 128), 8192)
-    assert choice is not None and choice.config.tile_m * choice.config.tile_n > 128 * 64
-
-
 def test_what_no_kernel_is_for_has_no_choice() -> None:
     assert choose(1, LLAMA, 4096, dtype="fp8_e4m3") is None and candidates(gate="swish") == ()
 

@@ -1,7 +1,5 @@
 """Several families' searches as one: who is asked, how much, and who goes on."""
 
-import pytest
-
 from tests.search.test_search import LAUNCHES, kernels, truth
 from tunegemm.describe.space import Candidate
 from tunegemm.search import Portfolio, Search
@@ -67,15 +65,6 @@ def test_a_quick_search_leaves_a_family_that_the_first_one_has_passed() -> None:
     assert asked(1.005, "quick") == asked(1.02, "full") == asked(1.0, "quick", second=1.5) == 40
 
 
-def test_a_family_whose_candidates_all_fail_is_given_up() -> None:
-    assert run(portfolio(), {"cute_sm90": 1.0, "cute_sm80": 0.5})["triton_tma"] == 3
-
-
-def test_when_the_first_family_fails_the_others_are_searched() -> None:
-    asked = run(portfolio(), {"triton_tma": 1.0, "cute_sm80": 0.99})
-    assert (asked["triton_tma"], asked["cute_sm80"]) == (40, 40)
-
-
 def test_the_plan_is_what_is_asked() -> None:
     planned = portfolio().planned_screen()
     searched, asked = portfolio(), []
@@ -85,31 +74,3 @@ def test_the_plan_is_what_is_asked() -> None:
             searched.tell(candidate, truth(candidate))
     assert set(planned) >= set(asked)
     assert planned[:8] == asked[:8]
-
-
-def test_library_comes_with_the_first_search_and_counts_for_nothing() -> None:
-    one = Portfolio([search("cute_sm90", library=[LIBRARY])], FULL)
-    assert one.trials == 40
-    assert run(one, {"cute_sm90": 1.0, "cublaslt": 1.0}) == {"cute_sm90": 40, "cublaslt": 1}
-
-
-def test_library_alone() -> None:
-    assert run(Portfolio([Search([], {}, QUICK, library=[LIBRARY])], FULL), {"cublaslt": 1.0}) == {
-        "cublaslt": 1
-    }
-
-
-def test_trials_are_those_that_are_sure() -> None:
-    assert portfolio().trials == 40 + 3 + 3
-
-
-@pytest.mark.parametrize("trials", [1, 5])
-def test_small_budgets_give_each_family_one_candidate(trials: int) -> None:
-    def small(family: str) -> Search:
-        ranked = [Candidate(family, c.compile_params, c.launch_params) for c in kernels()]
-        return Search(ranked, LAUNCHES, QUICK, trials=trials)
-
-    asked = run(
-        Portfolio([small("cute_sm90"), small("triton_tma")], FULL), {"cute_sm90": 1.0, "triton_tma": 0.5}
-    )
-    assert asked == {"cute_sm90": trials, "triton_tma": 1}

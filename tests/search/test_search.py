@@ -126,13 +126,6 @@ def test_a_kernel_whose_rasterization_the_model_got_wrong_is_found() -> None:
     assert search.best is not None and search.best[1] == 1.2
 
 
-def test_the_same_values_give_the_same_asks() -> None:
-    def asked() -> list[Candidate]:
-        return run(search_of(shuffled(1), LAUNCHES, effort="full", trials=108))
-
-    assert asked() == asked()
-
-
 def test_asks_do_not_depend_on_string_hashing() -> None:
     """Two processes with other hash seeds ask the same."""
     code = (
@@ -188,26 +181,8 @@ def test_exhaustive_takes_every_kernel_and_the_leaders_whole_grid() -> None:
     assert search.best[1] == pytest.approx(SUMMIT)
 
 
-def test_refining_needs_no_further_kernel() -> None:
-    search = search_of(kernels(), LAUNCHES)
-    before: set[Candidate] = set()
-    while batch := search.ask():
-        if search.stage == "refine":
-            assert {candidate.kernel for candidate in batch} <= before
-        before |= {candidate.kernel for candidate in batch}
-        for candidate in batch:
-            search.tell(candidate, truth(candidate))
-
-
 def shape(candidate: Candidate) -> tuple[object, ...]:
     return tuple(candidate[name] for name in ("schedule", "tile_m", "tile_n", "cluster_m"))
-
-
-def test_a_full_screen_trusts_the_model_and_then_spreads() -> None:
-    ranked = sorted(kernels(), key=truth, reverse=True)
-    screen = search_of(ranked, LAUNCHES, effort="full").ask(40)
-    assert screen[:24] == ranked[:24]
-    assert len(set(map(shape, screen[24:]))) == 16
 
 
 def test_a_quick_screen_has_each_tile_once_and_varies_those_of_the_leaders() -> None:
@@ -252,41 +227,6 @@ def test_quick_search_comes_within_a_percent_on_recorded_sweeps(thorough: bool) 
         assert search.best[1] > 0.99 * max(ratios.values()), problem
 
 
-def test_disallowed_launches_are_never_asked() -> None:
-    def allowed(candidate: Candidate) -> bool:
-        return candidate["swizzle_size"] != 8 and candidate["ctas"] == "all"
-
-    asked = run(search_of(kernels(), LAUNCHES, allowed=allowed))
-    assert all(allowed(candidate) for candidate in asked)
-    assert len(asked) == 32
-
-
-@pytest.mark.parametrize(("effort", "trials"), [("quick", 32), ("full", 108)])
-def test_failures_teach_and_are_not_asked_again(effort, trials) -> None:
-    """All of one tile fails: the budget is still spent, and nothing failed is a finalist."""
-    search = search_of(kernels(), LAUNCHES, effort=effort, trials=trials)
-    asked = run(search, lambda c: None if c["tile_m"] == 128 else truth(c))
-    assert len(asked) == len(set(asked)) == trials
-    assert all(candidate["tile_m"] != 128 for candidate in search.finalists(trials))
-
-
-def test_all_failing_ends() -> None:
-    search = search_of(kernels(), LAUNCHES)
-    assert len(run(search, lambda c: None)) == search.budget.screen, "nothing leads, so nothing is varied"
-    search = search_of(kernels(), LAUNCHES, effort="full", trials=108)
-    assert len(run(search, lambda c: None)) <= 80
-    assert search.finalists(5) == [] and search.best is None
-
-
-def test_finalists_are_the_highest_values_first() -> None:
-    search = search_of(kernels(), LAUNCHES, library=[Candidate.make("cublaslt", {"algo": 1})])
-    asked = run(search, lambda c: 2.0 if c.family == "cublaslt" else truth(c))
-    finalists = search.finalists(6)
-    assert finalists[0].family == "cublaslt"
-    values = sorted((truth(c) for c in asked[1:]), reverse=True)
-    assert [truth(c) for c in finalists[1:]] == values[:5]
-
-
 def test_library_and_seeds_come_first_and_only_seeds_are_trials() -> None:
     library = [Candidate.make("cublaslt", {"algo": number}) for number in range(8)]
     seed_candidate = kernels()[100].with_launch(swizzle_size=4)
@@ -316,11 +256,6 @@ def test_a_budget_is_a_number_of_seconds_from_0() -> None:
             checked_seconds(wrong)  # type: ignore[arg-type]
 
 
-def test_library_alone_is_a_search() -> None:
-    library = [Candidate.make("cublaslt", {"algo": number}) for number in range(3)]
-    assert run(search_of([], LAUNCHES, library=library), lambda c: 1.0) == library
-
-
 def test_known_results_are_learned_and_not_asked() -> None:
     ranked = shuffled(3)
     known = [(candidate, truth(candidate)) for candidate in sorted(ranked, key=truth)[-40:]]
@@ -334,41 +269,12 @@ def test_known_results_are_learned_and_not_asked() -> None:
     assert search.best[1] >= blind.best[1]
 
 
-def test_a_small_space_is_exhausted_without_repeats() -> None:
-    ranked = kernels()[:3]
-    asked = run(search_of(ranked, LAUNCHES, trials=1000))
-    assert len(asked) == len(set(asked))
-    assert set(ranked) <= set(asked) and len(asked) >= 2 * GRID
-
-
 def test_trials_that_no_stage_can_use_go_to_the_models_next_kernels() -> None:
     """Each tile has one kernel with one launch, so nothing can be varied, probed or refined."""
     tiles = list({shape(kernel): kernel for kernel in kernels()}.values())
     launch = dict(tiles[0].launch_params)
     search = search_of(tiles, {name: (launch[name],) for name in LAUNCHES}, trials=40)
     assert set(run(search)) == set(tiles[:40]) and search.budget.screen < 40
-
-
-def test_one_kernel_with_one_launch() -> None:
-    only = kernels()[0]
-    assert run(search_of([only], {"swizzle_size": (1,)})) == [only]
-
-
-@pytest.mark.parametrize("trials", [1, 2, 3, 7])
-def test_tiny_budgets(trials) -> None:
-    """They go to the screen first: variants of a single tile would be all that is known."""
-    search = search_of(kernels(), LAUNCHES, trials=trials)
-    asked = run(search)
-    assert len(asked) == trials
-    assert len(set(map(shape, asked))) >= min(trials, 4) == search.budget.screen
-
-
-@pytest.mark.parametrize("trials", [1, 10, 5000])
-def test_exhaustive_with_trials_stops_there(trials) -> None:
-    ranked = kernels()
-    assert len(run(search_of(ranked, LAUNCHES, effort="exhaustive", trials=trials), count=512)) == min(
-        trials, len(ranked) + 8 * (GRID - 1)
-    )
 
 
 def test_bad_arguments_name_the_value() -> None:
@@ -386,16 +292,6 @@ def test_bad_arguments_name_the_value() -> None:
     for value in (float("nan"), 0.0, -1.0, float("inf")):
         with pytest.raises(ValueError, match=str(value)):
             search.tell(kernels()[0], value)
-
-
-def test_untold_candidates_do_not_block() -> None:
-    """A batch whose values never come, as after a crash, costs that batch only."""
-    for options, most in (({}, 32), ({"effort": "full", "trials": 108}, 80)):
-        search = search_of(kernels(), LAUNCHES, **options)
-        total = 0
-        while batch := search.ask():
-            total += len(batch)
-        assert 0 < total <= most and search.finalists(1) == []
 
 
 def test_optuna_loads_on_first_use_only() -> None:

@@ -223,15 +223,6 @@ def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> Non
     assert study.order.note.endswith("; another --sampler continues")
 
 
-def test_infeasible_suggestions_of_a_search_that_had_its_trials_are_told_as_such() -> None:
-    study = study_of_landscape(sampler=Largest(), trials=1)
-    run(study)
-    assert study.order.note == (
-        "1 of the sampler's 1 suggestions are infeasible, 1 of them by the rule smem_capacity; "
-        "the nearest candidates were measured in their place"
-    )
-
-
 class FirstBest(Largest):
     """Its first point is feasible."""
 
@@ -288,11 +279,6 @@ def test_optunas_hooks_reach_the_sampler_beyond_unless_there_is_an_order() -> No
 class Broken(Largest):
     def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
         raise RuntimeError("no idea")
-
-
-def test_a_sampler_that_raises_is_named() -> None:
-    with pytest.raises(SpaceError, match="the sampler Broken failed: no idea"):
-        run(study_of_landscape(sampler=Broken()))
 
 
 @pytest.mark.parametrize("hook", ["before_trial", "after_trial", "infer_relative_search_space"])

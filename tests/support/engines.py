@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from tests.support.fusing import Recorded
-from tests.support.serving import Kernel
-from tunegemm.describe.device import find_device
+from tests.support.serving import Kernel, dispatcher_of
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.torch import ops
 
 
@@ -20,12 +17,7 @@ def serve_on_cpu(*problems: Problem, digest: str = "") -> Kernel:
     """
     snapshot, kernel = Recorded(*problems), Kernel()
     snapshot.digest = digest or snapshot.digest
-    planner = Planner(
-        device_type="cpu",
-        read=lambda: snapshot,
-        find=lambda spec: find_device("model:h200"),
-        prepare=lambda record, device: Prepared(kernel.of(record.problem), record=record),
-    )
-    api.serve_by(Dispatcher(planner))
+    prepare = lambda record, _: Prepared(kernel.of(record.problem), record=record)  # noqa: E731
+    api.serve_by(dispatcher_of(snapshot, prepare=prepare))
     ops.DEVICE_TYPE = "cpu"
     return kernel

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import struct
+from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 
-from tests.support.serving import BF16, Row, at, operands
+from tests.support.serving import BF16, Row, at, dispatcher_of, operands, serve_with
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.epilogue import Epilogue, Matrix, Number, PerColumn, maximum, tanh
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.launchers import Prepared
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, operand_reader, words_reader
 
 FP8 = torch.float8_e4m3fn
@@ -35,6 +38,16 @@ class Recorded(Snapshot):
     def find(self, problem, fingerprint):
         self.asked.append(problem)
         return super().find(problem, fingerprint) if self._records else Row(problem, fingerprint, ratio=9.0)
+
+
+def serve_recorded(
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, *problems: Problem, **parts: Any
+) -> Recorded:
+    """The package serves CPU tensors by this kernel, from records of these problems, or of every one."""
+    snapshot = Recorded(*problems)
+    usual = {"prepare": lambda record, _: Prepared(kernel.of(record.problem))}
+    serve_with(monkeypatch, dispatcher_of(snapshot, **(usual | parts)))
+    return snapshot
 
 
 def close(result: torch.Tensor, expected: torch.Tensor, bound: float = 2e-2) -> None:

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.grouped import Loops
-from tests.support.serving import ByAddress, Kernel, Row
-from tunegemm.choose.snapshot import Snapshot
+from tests.support.serving import ByAddress, Kernel, Row, dispatcher_of
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.groups import grouped
 
 
@@ -35,14 +33,7 @@ def serve(device, kernel):
 
     def make(*problems: Problem, prepared: Prepared | None = None, prepare=None) -> Dispatcher:
         rows = [Row(problem, device.fingerprint) for problem in problems]
-        return Dispatcher(
-            Planner(
-                device_type="cpu",
-                read=lambda: Snapshot(rows),
-                find=lambda spec: device,
-                prepare=prepare or (lambda record, device: prepared or Prepared(kernel, tma=True)),
-            )
-        )
+        return dispatcher_of(rows, prepare=prepare or (lambda *_: prepared or Prepared(kernel, tma=True)))
 
     return make
 

@@ -8,20 +8,24 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 import tunegemm
-from tunegemm.describe.device import Fingerprint
+from tunegemm.choose.snapshot import Snapshot
+from tunegemm.describe.device import Fingerprint, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import api, dispatcher, extension
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import Planner
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
 from tunegemm.store.record import Record
@@ -29,6 +33,7 @@ from tunegemm.torch import functions, ops, takeover
 
 BF16 = torch.bfloat16
 CANDIDATE = Candidate.make("cute_sm90", {"tile_m": 128})
+H200 = find_device("model:h200")
 
 
 def Row(
@@ -40,6 +45,21 @@ def Row(
     layer: str = "",
 ) -> Record:
     return Record(problem, candidate, fingerprint, ratio=ratio, kernel_source=kernel_source, layer=layer)
+
+
+def dispatcher_of(
+    records: Sequence[Record] | Snapshot | None = None, prepared: Prepared | None = None, **parts: Any
+) -> Dispatcher:
+    """Serves CPU tensors as an H200's are served; parts: of its planner, in place of the usual ones.
+
+    records: what is found whenever records are read; None: those of the databases.
+    """
+    usual: dict[str, Any] = {"find": lambda _: H200}
+    if records is not None:
+        usual["read"] = lambda: records if isinstance(records, Snapshot) else Snapshot(records)
+    if prepared is not None:
+        usual["prepare"] = lambda *_: prepared
+    return Dispatcher(Planner(device_type="cpu", **(usual | parts)))
 
 
 def serve_with(monkeypatch: pytest.MonkeyPatch, served: Dispatcher, place: str = "cpu") -> None:
@@ -98,7 +118,7 @@ def serving_by(monkeypatch: pytest.MonkeyPatch, kernel: object) -> Iterator[None
     planted = {
         "device_type": lambda: "cpu",
         "gpu_of": lambda _: "NVIDIA H200",
-        "device_of": lambda _: None,
+        "device_of": lambda _: H200,
         "loaded": lambda *_: kernel,
         "allocation": lambda: lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]),
     }
@@ -143,6 +163,29 @@ def operands(
     generator = torch.Generator().manual_seed(m * n * k)
     a = torch.randint(-3, 4, (m, k), generator=generator).to(dtype)
     return a, torch.randint(-3, 4, (n, k), generator=generator).to(dtype).t()
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch promises deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """What torch.compile has kept on disk, which knows no records, is not taken."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 def quietly(call, *arguments, **keywords):

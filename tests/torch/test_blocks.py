@@ -8,8 +8,6 @@ import pytest
 import torch
 
 import tunegemm
-from tests.support.serving import Bound, fails, serving_by, with_other_device_current
-from tunegemm.dispatch import extension
 from tunegemm.errors import ProblemError
 from tunegemm.torch import blocks as own
 
@@ -136,25 +134,3 @@ def test_scales_that_torch_has_are_torchs() -> None:
     with pytest.raises((RuntimeError, ValueError)) as raised:
         tunegemm.scaled_mm(A, B, SCALE_A, torch.rand(4, 300), out_dtype=BF16)
     assert not isinstance(raised.value, ProblemError)
-
-
-def test_a_failed_launch_is_torchs_but_in_a_capture_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = operands(3, 136, 256)
-    expected = tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
-    kernel = Bound(lambda *addresses: None)
-    with serving_by(monkeypatch, kernel):
-        tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
-        kernel.launch = fails
-        with monkeypatch.context() as during:
-            during.setattr(extension, "capturing", lambda _: True)
-            with pytest.raises(RuntimeError, match="700"):
-                tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16)
-        with pytest.warns(tunegemm.TunegemmWarning, match=r"failed to launch.*700.*torch computes"):
-            assert torch.equal(tunegemm.scaled_mm(*given, out_dtype=torch.bfloat16), expected)
-
-
-def test_another_device_than_the_current_one_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, devices = with_other_device_current(monkeypatch), []
-    with serving_by(monkeypatch, Bound(lambda *addresses: devices.append(current[-1]))):
-        tunegemm.scaled_mm(*operands(3, 136, 256), out_dtype=torch.bfloat16)
-    assert devices == [0] and current == [1]

@@ -1,4 +1,4 @@
-"""What each function asks the dispatcher, and what it asks torch, by its arguments."""
+"""What functions refuse, what they leave to torch, and what traced calls become, by their arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM
+from tunegemm.dispatch.forms import LINEAR, MATMUL
 from tunegemm.errors import ProblemError
 from tunegemm.torch import functions, linear, ops, takeover
 
@@ -22,21 +22,12 @@ Asked = list[tuple[Any, ...]]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """What the dispatcher is asked: the call, the steps, tensors, numbers, output, dtype, accumulation."""
+    """What the dispatcher is asked."""
     calls: Asked = []
-
-    def product(call: int, a: Any, b: Any, out: Any = None) -> str:
-        calls.append((call, "", (), (), out))
-        return "plain"
-
-    def fused(form: Any, a: Any, b: Any, tensors: Any = (), numbers: Any = (), out: Any = None) -> str:
-        calls.append(
-            (form.call, form.text, tuple(tensors), tuple(numbers), out, form.out_dtype, form.accumulation)
-        )
-        return "fused"
-
-    monkeypatch.setattr(functions, "product", product)
-    monkeypatch.setattr(functions.api, "dispatcher", SimpleNamespace(fused=fused))
+    monkeypatch.setattr(functions, "product", lambda *given: calls.append(given))
+    monkeypatch.setattr(
+        functions.api, "dispatcher", SimpleNamespace(fused=lambda *given: calls.append(given))
+    )
     return calls
 
 
@@ -48,65 +39,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Asked:
     for name in ("traced_matmul", "traced_linear", "traced_fused"):
         monkeypatch.setattr(ops, name, lambda *given, name=name: calls.append((name, *given)) or name)
     return calls
-
-
-def test_plain_calls_ask_for_plain_products(asked: Asked) -> None:
-    out = torch.empty(3, 5)
-    assert (
-        functions.matmul(A, B)
-        == functions.mm(A, B)
-        == functions.linear(A, W)
-        == functions.bmm(AS, BS)
-        == "plain"
-    )  # type: ignore[comparison-overlap]
-    functions.matmul(A, B, out=out)
-    functions.mm(A, B, out=out)
-    assert [(call, given_out) for call, _, _, _, given_out in asked] == [
-        (MATMUL, None), (MATMUL, None), (LINEAR, None), (BMM, None), (MATMUL, out), (MATMUL, out)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("call", "text", "tensors", "numbers", "of"),
-    [
-        (lambda: functions.linear(A, W, BIAS), "bias_n", (BIAS,), (), LINEAR),
-        (lambda: functions.linear(A, W, None, "relu"), "relu", (), (), LINEAR),
-        (lambda: functions.linear(A, W, BIAS, None, C), "bias_n+residual", (BIAS, C), (), LINEAR),
-        (lambda: functions.linear(A, W, None, None, C), "residual", (C,), (), LINEAR),
-        (lambda: functions.linear(A, W, BIAS, "silu", C), "bias_n+silu+residual", (BIAS, C), (), LINEAR),
-        (lambda: functions.gated_linear(A, W), "swiglu", (), (), LINEAR),
-        (lambda: functions.gated_linear(A, W, BIAS, "relu"), "bias_n+reglu", (BIAS,), (), LINEAR),
-        (lambda: functions.matmul(A, B, bias=BIAS), "bias_n", (BIAS,), (), MATMUL),
-        (lambda: functions.matmul(A, B, activation="gelu", residual=C), "gelu+residual", (C,), (), MATMUL),
-        (
-            lambda: functions.matmul(A, B, epilogue="alpha+bias_n", operands=[2, BIAS]),
-            "alpha+bias_n", (BIAS,), (2.0,), MATMUL,
-        ),
-        (lambda: functions.addmm(BIAS, A, B), "bias_n", (BIAS,), (), ADDMM),
-        (lambda: functions.addmm(C, A, B, beta=2, alpha=3), "alpha+beta_c", (C,), (3.0, 2.0), ADDMM),
-        (lambda: functions.baddbmm(torch.stack((C, C)), AS, BS, beta=2), "beta_c", None, (2.0,), ADDMM),
-    ],
-)  # fmt: skip
-def test_steps_are_asked_for_as_an_epilogue(
-    asked: Asked, call: Any, text: str, tensors: Any, numbers: tuple[float, ...], of: int
-) -> None:
-    assert call() == "fused"
-    ((found_call, found_text, found_tensors, found_numbers, *_),) = asked
-    assert (found_call, found_text, found_numbers) == (of, text, numbers)
-    assert tensors is None or [each is other for each, other in zip(found_tensors, tensors, strict=True)] == [
-        True
-    ] * len(tensors)
-
-
-def test_a_dtype_is_asked_for_where_it_is_another(asked: Asked) -> None:
-    for dtype, expected in ((None, None), (torch.float32, None), (BF16, BF16)):
-        functions.matmul(A, B, out_dtype=dtype)
-        assert asked[-1][5] == expected
-    with torch.autocast("cpu", dtype=BF16):
-        functions.matmul(A, B, out_dtype=torch.float32)
-    assert asked[-1][5] is torch.float32, "which autocast would change"
-    functions.matmul(A, B, out_dtype=torch.float32, bias=BIAS)
-    assert asked[-1][5] is torch.float32
 
 
 @pytest.mark.parametrize(
@@ -137,17 +69,6 @@ def test_what_means_nothing_is_said(asked: Asked, call: Any, says: str) -> None:
     assert asked == []
 
 
-def test_an_unknown_keyword_is_named() -> None:
-    with pytest.raises(TypeError, match="activate"):
-        functions.matmul(A, B, activate="relu")  # type: ignore[call-arg]
-
-
-def test_interleaved_rows_alternate() -> None:
-    gate, up = torch.arange(6).view(3, 2), -torch.arange(6).view(3, 2)
-    assert functions.interleave(gate, up).tolist() == [[0, 1], [0, -1], [2, 3], [-2, -3], [4, 5], [-4, -5]]
-    assert functions.interleave(gate[:, 0], up[:, 0]).tolist() == [0, 0, 2, -2, 4, -4]
-
-
 @pytest.mark.parametrize(
     ("call", "error"),
     [
@@ -165,48 +86,6 @@ def test_what_torch_refuses_torch_refuses(asked: Asked, call: Any, error: type[E
     with pytest.raises(error):
         call()
     assert asked == []
-
-
-def test_what_the_dispatcher_leaves_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions.api, "dispatcher", SimpleNamespace(fused=lambda *_: None))
-    assert torch.equal(functions.addmm(C, A, B, beta=2, alpha=3), torch.addmm(C, A, B, beta=2, alpha=3))
-    cs = torch.stack((C, -C))
-    assert torch.equal(functions.baddbmm(cs, AS, BS, beta=2), torch.baddbmm(cs, AS, BS, beta=2))
-
-
-@pytest.mark.parametrize(
-    ("watched", "modes", "by"), [(True, 1, "torch"), (False, 1, "ours"), (True, 0, "ours")]
-)
-def test_modes_that_watch_functions_see_mm(
-    monkeypatch: pytest.MonkeyPatch, asked: Asked, watched: bool, modes: int, by: str
-) -> None:
-    monkeypatch.setattr(functions, "function_modes", lambda: modes)
-    monkeypatch.setattr(functions, "are_functions_watched", lambda: watched)
-    out = torch.empty(3, 5)
-    for words in ({}, {"out": out}):
-        result = functions.mm(A, B, **words)
-        assert torch.equal(result, A @ B) if by == "torch" else result == "plain"
-    assert len(asked) == (2 if by == "ours" else 0)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "words", "text", "out_dtype", "accumulation"),
-    [
-        (torch.float8_e4m3fn, {}, "scale_tensor", None, "two_level"),
-        (torch.float8_e4m3fn, {"use_fast_accum": True, "out_dtype": BF16}, "scale_tensor", BF16, "fast"),
-        (torch.float8_e4m3fn, {"bias": torch.ones(16)}, "scale_tensor+bias_n", None, "two_level"),
-        (torch.int8, {}, "scale_tensor", BF16, "fast"),
-        (torch.int8, {"out_dtype": torch.float32}, "scale_tensor", torch.float32, "fast"),
-    ],
-)  # fmt: skip
-def test_scaled_products(
-    asked: Asked, dtype: torch.dtype, words: dict[str, Any], text: str, out_dtype: Any, accumulation: str
-) -> None:
-    a, b, one = torch.zeros(16, 32).to(dtype), torch.zeros(16, 32).to(dtype).t(), torch.ones(())
-    assert functions.scaled_mm(a, b, one, one, **words) == "fused"  # type: ignore[comparison-overlap]
-    ((call, found, tensors, _, _, found_dtype, found_accumulation),) = asked
-    assert (call, found, found_dtype, found_accumulation) == (SCALED_MM, text, out_dtype, accumulation)
-    assert len(tensors) == 2 + ("bias" in words)
 
 
 def test_while_it_is_traced_each_call_is_an_operator(traced: Asked) -> None:
@@ -281,58 +160,6 @@ def test_int8_products_that_are_served(
     assert serve(None, left, right) == (answer or "torch's" if is_asked else "torch's")
     assert len(calls) == is_asked
     assert serve(None, left[0], right) == "torch's" and len(calls) == is_asked
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "words", "more", "asks", "by"),
-    [
-        ((3, 4), (4, 5), {}, (), [((3, 4), None)], "ours"), ((3, 4),
-        (4, 5), {"out": "out"}, (), [((3, 4), "out")], "ours"),
-        ((3, 4), (4, 5), {"out": "out", "x": 1}, (), [], "torch's"), ((3, 4),
-        (4, 5), {"x": 1}, (), [], "torch's"),
-        ((3, 4), (4, 5), {}, (1,), [], "torch's"), ((2, 3, 4), (4, 5), {}, (), [], "torch's"),
-        ((4,), (4, 5), {}, (), [], "torch's"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("served", [True, False])
-def test_matrices_that_enable_serves(
-    monkeypatch: pytest.MonkeyPatch, a: Any, b: Any, words: Any, more: Any, asks: Any, by: str, served: bool
-) -> None:
-    asked: list[Any] = []
-
-    def below(a: torch.Tensor, b: torch.Tensor, out: Any = None) -> Any:
-        asked.append((tuple(a.shape), out))
-        return "ours" if served else None
-
-    monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(below_autograd=below))
-    serve = takeover.plain_products(lambda *_, **__: "torch's", 2)
-    left, right = torch.zeros(a, dtype=BF16), torch.zeros(b, dtype=BF16)
-    assert serve(None, left, right, *more, **words) == (by if served else "torch's")
-    assert asked == asks
-    assert serve(None, left.double(), right.double()) == "torch's" and asked == asks
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "words", "asks"),
-    [((2, 3, 4), (2, 4, 5), {}, (2, 3, 4)), ((1, 3, 4), (1, 4, 5), {}, (3, 4)),
-     ((1, 3, 4), (1, 4, 5), {"out": None}, (1, 3, 4)), ((2, 3, 4), (1, 4, 5), {}, None), ((3, 4),
-     (4, 5), {}, None)],
-)  # fmt: skip
-def test_batches_that_enable_serves(
-    monkeypatch: pytest.MonkeyPatch, a: Any, b: Any, words: Any, asks: Any
-) -> None:
-    """One entry, as einsum writes a product, is a matrix."""
-    asked: list[Any] = []
-
-    def below(a: torch.Tensor, b: torch.Tensor, out: Any = None) -> torch.Tensor:
-        asked.append(tuple(a.shape))
-        return torch.ones(a.shape[:-1])
-
-    monkeypatch.setattr(takeover.api, "dispatcher", SimpleNamespace(below_autograd=below))
-    serve = takeover.plain_products(lambda *_, **__: None, 3)
-    result = serve(None, torch.zeros(a, dtype=BF16), torch.zeros(b, dtype=BF16), **words)
-    assert asked == ([] if asks is None else [asks])
-    assert result is None if asks is None else tuple(result.shape) == a[:-1]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tests.support.processes import environment
 from tests.support.serving import serve_with
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Product, Workload, demands
-from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import Activation
 from tunegemm.errors import WorkloadError
 from tunegemm.torch import recording as recording_of_torch
@@ -124,29 +123,6 @@ class TestOperators:
         ((refusal,),) = [demands(recording.products)[1]]
         assert why in refusal and one(recording).kind.op == "grouped_mm"
 
-    def test_results_are_torchs(self) -> None:
-        a, b = torch.randn(8, 16), torch.randn(16, 24)
-        expected = a @ b
-        with tunegemm.record():
-            assert torch.equal(a @ b, expected)
-        assert torch.equal(a @ b, expected)
-
-    def test_linear_folds_leading_dimensions(self) -> None:
-        x, weight = bf16(2, 4, 16), bf16(24, 16)
-        with tunegemm.record() as recording:
-            nn.functional.linear(x, weight)
-            nn.functional.linear(x, weight, bf16(24))
-        assert {(p.kind.shape, p.kind.op, p.kind.bias) for p in recording.products} == {
-            ("8x24x16", "mm", "none"), ("8x24x16", "addmm", "vector"),
-        }  # fmt: skip
-        assert {p.kind.b_major for p in recording.products} == {"k"}
-
-    def test_backward(self) -> None:
-        x, layer = bf16(8, 16).requires_grad_(), nn.Linear(16, 24, bias=False, dtype=BF16)
-        with tunegemm.record() as recording:
-            layer(x).square().sum().backward()
-        assert counted(recording) == {"8x24x16 kk": 1, "8x16x24 kn": 1, "24x16x8 mn": 1}
-
     def test_autocast_counts_what_runs(self) -> None:
         with tunegemm.record() as recording, torch.autocast("cpu", dtype=BF16):
             torch.randn(8, 16) @ torch.randn(16, 24)
@@ -165,15 +141,6 @@ class TestOperators:
         with tunegemm.record() as recording:
             torch.mm(bf16(0, 16), bf16(16, 24))
         assert recording.products == ()
-
-    def test_tunegemm_matmul_counts_as_torchs(self) -> None:
-        dispatcher = api.dispatcher
-        a, b = bf16(8, 16), bf16(16, 24)
-        with tunegemm.record() as recording:
-            tunegemm.matmul(a, b)
-            tunegemm.linear(a, bf16(24, 16))
-        assert counted(recording) == {"8x24x16 kn": 1, "8x24x16 kk": 1}
-        assert api.dispatcher is dispatcher
 
 
 class TestOurCalls:
@@ -329,23 +296,11 @@ class TestScope:
     def test_all_threads(self) -> None:
         a, b = bf16(8, 16), bf16(16, 24)
 
-        def work() -> None:
-            for _ in range(50):
-                torch.mm(a, b)
-
-        with tunegemm.record() as recording:
-            threads = [threading.Thread(target=work) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+        with tunegemm.record() as recording, ThreadPoolExecutor(4) as threads:
+            for _ in range(200):
+                threads.submit(torch.mm, a, b)
         assert one(recording).calls == 200
         assert one(recording).timed < 200, "later calls are not timed"
-
-    def test_a_failed_product_is_none(self) -> None:
-        with tunegemm.record() as recording, pytest.raises(RuntimeError, match="mat1 and mat2"):
-            torch.mm(bf16(8, 16), bf16(8, 16))
-        assert recording.products == ()
 
 
 class TestFile:

@@ -7,58 +7,43 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
-from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.support.serving import BF16, CANDIDATE, Kernel, Row, calls_of, operands, serve_with
-from tunegemm.choose.snapshot import Snapshot
-from tunegemm.describe.device import Device, find_device
+from tests.support.fusing import serve_recorded
+from tests.support.serving import (
+    BF16,
+    CANDIDATE,
+    Kernel,
+    Row,
+    calls_of,
+    dispatcher_of,
+    operands,
+    uncached,
+)
+from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.launchers import TORCH, Prepared
-from tunegemm.dispatch.planning import Planner
+from tunegemm.dispatch.launchers import Prepared
 from tunegemm.errors import TunegemmWarning
 from tunegemm.torch import ops, takeover
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
 
 
-class Everything(Snapshot):
-    """A record for every problem."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.digest = os.urandom(8).hex()  # what other runs left on torch's disk is not to be taken
-
-    def find(self, problem, fingerprint):
-        return Row(problem, fingerprint, CANDIDATE)
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """All problems of CPU tensors are served by it."""
     kernel = Kernel()
-    serve_with(monkeypatch, serving(lambda record, _: Prepared(kernel.of(record.problem))))
+    serve_recorded(monkeypatch, kernel)
     return kernel
-
-
-def serving(prepare: Callable[[Any, Device], Prepared]) -> Dispatcher:
-    """A dispatcher of CPU tensors with a record for every problem."""
-    device = find_device("model:h200")
-    planner = Planner(device_type="cpu", read=Everything, find=lambda _: device, prepare=prepare)
-    return Dispatcher(planner)
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +91,8 @@ def test_backward_names_the_problems_that_autograd_asks_for(kernel, monkeypatch,
     a = torch.ones(*lead, m, k, dtype=BF16) if a_major == "k" else torch.ones(*lead, k, m, dtype=BF16).mT
     b = torch.ones(*lead, k, n, dtype=BF16) if b_major == "n" else torch.ones(*lead, n, k, dtype=BF16).mT
     asked = []
-    serve_with(monkeypatch, serving(lambda record, _: asked.append(record.problem) or Prepared(kernel)))
+    prepare = lambda record, _: asked.append(record.problem) or Prepared(kernel)  # noqa: E731
+    serve_recorded(monkeypatch, kernel, prepare=prepare)
     a.requires_grad_()
     b.requires_grad_()
     result = tunegemm.matmul(a, b)
@@ -135,27 +121,6 @@ def test_gradients_are_right_to_the_last_bit_of_double_precision(monkeypatch, ke
         assert torch.autograd.gradcheck(multiply, (a, columns))
 
 
-def test_gradients_of_the_dispatcher_agree_with_those_in_double(kernel):
-    a, b = (torch.randn(operand.shape).to(BF16).requires_grad_() for operand in operands())
-    wide_a, wide_b = (operand.detach().double().requires_grad_() for operand in (a, b))
-    tunegemm.matmul(a, b).pow(2).sum().backward()
-    torch.matmul(wide_a, wide_b).pow(2).sum().backward()
-    for ours, exact in ((a, wide_a), (b, wide_b)):
-        assert (ours.grad - exact.grad).norm() < 1e-2 * exact.grad.norm()
-    assert len(kernel.calls) == 3
-
-
-def test_second_derivatives_are_dispatched(kernel):
-    a, b = operands()
-    a.requires_grad_()
-    (first,) = torch.autograd.grad(tunegemm.matmul(a, b).pow(2).sum(), a, create_graph=True)
-    count = len(kernel.calls)
-    (second,) = torch.autograd.grad(first.sum(), a)
-    (expected,) = torch.autograd.grad(torch.matmul(a, b).pow(2).sum(), a, create_graph=True)
-    assert torch.equal(second, torch.autograd.grad(expected.sum(), a)[0])
-    assert len(kernel.calls) > count
-
-
 def test_what_changed_since_the_forward_pass_is_noticed(kernel):
     a, b = operands()
     b.requires_grad_()
@@ -163,17 +128,6 @@ def test_what_changed_since_the_forward_pass_is_noticed(kernel):
     a.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.sum().backward()
-
-
-def test_deterministic_gradients_are_torchs(kernel):
-    a, b = operands()
-    a.requires_grad_()
-    torch.use_deterministic_algorithms(True)
-    try:
-        tunegemm.matmul(a, b).sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert not kernel.calls
 
 
 def test_training_under_autocast_dispatches_all_three_products(kernel):
@@ -233,17 +187,6 @@ def test_transforms_agree_with_torchs(kernel):
 # Graphs
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_code_launches_the_kernel(kernel, backend):
-    def function(a, b):
-        return tunegemm.linear(tunegemm.matmul(a, b).relu(), b)
-
-    a, b = operands()
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    assert torch.equal(compiled(a, b), torch_linear(torch.matmul(a, b).relu(), b))
-    assert kernel.calls == [((32, 64), (64, 48), (32, 48)), ((32, 48), (48, 64), (32, 64))]
-
-
 @pytest.mark.parametrize("served", [True, False])
 @pytest.mark.parametrize("lead", [(), (3,)])
 def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, monkeypatch, served, lead):
@@ -253,10 +196,7 @@ def test_inductor_calls_by_a_function_and_leaves_the_untuned_to_aten(kernel, mon
     monkeypatch.setattr(api.dispatcher.planner, "serves", lambda *_, **__: served)
     a, b = batch() if lead else operands()
     function = torch.compile(lambda a, b: tunegemm.matmul(a, b).relu(), fullgraph=True)
-    with (  # the caches know no records
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
+    with uncached():
         result, (code, *_) = run_and_get_code(function, a, b)
     assert torch.equal(result, torch.matmul(a, b).relu())
     assert torch.equal(function(a, b), result)  # not under the mode that looked at the code
@@ -299,27 +239,9 @@ def test_inductors_code_is_what_it_is_with_torchs_products(kernel):
             called.count(word) for word in ("empty_strided", "cpp_fused", "_product(", "extern_kernels.mm(")
         ]
 
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
+    with uncached():
         ours, torchs = code(tunegemm.linear), code(torch_linear)
     assert ours[:2] == torchs[:2] and ours[2:] == [2, 0] and torchs[2:] == [0, 2]
-
-
-def test_compiled_training_dispatches_all_three_products(kernel):
-    x, b = operands()
-    weight = torch.nn.Parameter(b.t().contiguous())
-    compiled = torch.compile(lambda x: tunegemm.linear(x, weight).relu(), fullgraph=True)
-    x.requires_grad_()
-    compiled(x).sum().backward()
-    assert sorted(kernel.calls) == [
-        ((32, 48), (48, 64), (32, 64)), ((32, 64), (64, 48), (32, 48)), ((48, 32), (32, 64), (48, 64)),
-    ]  # fmt: skip
-    ours = x.grad.clone(), weight.grad.clone()
-    x.grad = weight.grad = None
-    torch_linear(x, weight).relu().sum().backward()
-    assert torch.equal(ours[0], x.grad) and torch.equal(ours[1], weight.grad)
 
 
 def test_compiled_code_of_every_rank_and_out(kernel):
@@ -346,50 +268,6 @@ def test_compiled_code_of_every_rank_and_out(kernel):
 
     into = torch.compile(lambda a, out: tunegemm.matmul(a, b, out=out), backend="aot_eager", fullgraph=True)
     assert into(a.requires_grad_(), out.clone()).requires_grad and len(kernel.calls) == 4
-
-
-def test_a_fused_operator_has_torchs_derivatives(kernel):
-    a, b = operands()
-    bias = torch.ones(48, dtype=BF16)
-
-    def multiply(a, bias):
-        return torch.ops.tunegemm.fused(a, b, [bias], [], "bias_n+gelu")
-
-    with torch.autograd.forward_ad.dual_level():
-        duals = (torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)) for x in (a, bias))
-        tangent = torch.autograd.forward_ad.unpack_dual(multiply(*duals)).tangent
-    expected = torch.func.jvp(
-        lambda a, bias: torch.nn.functional.gelu(a @ b + bias),
-        (a, bias),
-        tuple(map(torch.ones_like, (a, bias))),
-    )[1]
-    torch.testing.assert_close(tangent, expected)
-
-
-def test_one_graph_serves_every_size(kernel):
-    b = operands()[1]
-    counter = CompileCounter()
-    compiled = torch.compile(
-        lambda x: tunegemm.linear(x, b.t()) + 1, backend=counter, fullgraph=True, dynamic=True
-    )
-    for m in (2, 7, 32):
-        x = operands(m)[0]
-        assert torch.equal(compiled(x), torch.matmul(x, b) + 1)
-    assert [call[0] for call in kernel.calls] == [(2, 64), (7, 64), (32, 64)]
-    assert counter.frame_count == 1
-
-
-def test_graphs_of_other_products_are_torchs(kernel):
-    a, b = operands()
-
-    def function(a, b):
-        with torch.autocast("cpu", dtype=torch.float16):
-            cast = tunegemm.matmul(a, b)
-        return cast, tunegemm.matmul(a.float(), b.float()), torch_linear(a, b.t(), b[0])
-
-    results = torch.compile(function, backend="aot_eager", fullgraph=True)(a, b)
-    assert [result.dtype for result in results] == [torch.float16, torch.float32, BF16]
-    assert not kernel.calls
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -457,6 +335,12 @@ def test_an_operator_takes_the_short_way_unless_a_tensor_asks_to_see_it(kernel):
     assert seen == ["tunegemm::mm"] * 2
 
 
+# Further functions
+
+
+# enable
+
+
 def test_on_a_cpu_graphs_hold_torchs_product():
     a, b = operands()
     program = torch.export.export(_Matmul(), (a, b))
@@ -466,31 +350,6 @@ def test_on_a_cpu_graphs_hold_torchs_product():
 class _Matmul(torch.nn.Module):
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return tunegemm.matmul(a, b)
-
-
-# Further functions
-
-
-def test_bmm_and_addmm_mean_what_torchs_do(kernel):
-    a, b = batch()
-    out = torch.empty(3, 32, 48, dtype=BF16)
-    assert torch.equal(tunegemm.bmm(a, b), torch.bmm(a, b))
-    assert tunegemm.bmm(a, b, out=out) is out
-    assert len(kernel.calls) == 2
-    with pytest.raises(RuntimeError) as expected:
-        torch.bmm(a, b[:1])
-    with pytest.raises(RuntimeError) as raised:
-        tunegemm.bmm(a, b[:1])
-    assert str(raised.value) == str(expected.value)
-    c = torch.full((48,), float("nan"), dtype=BF16)
-    assert torch.equal(tunegemm.addmm(c, a[0], b[0], beta=0), a[0] @ b[0])
-    assert len(kernel.calls) == 3
-    c.fill_(2)
-    for scalars in ({}, {"beta": 3}, {"alpha": 2}, {"beta": 0, "alpha": 2}):
-        assert torch.equal(tunegemm.addmm(c, a[0], b[0], **scalars), torch.addmm(c, a[0], b[0], **scalars))
-
-
-# enable
 
 
 def test_enable_serves_every_way_to_multiply(kernel):
@@ -512,35 +371,6 @@ def test_enable_serves_every_way_to_multiply(kernel):
         assert len(kernel.calls) == 1
         way()
         assert len(kernel.calls) == 1
-
-
-def test_enable_leaves_the_rest_to_torch(kernel):
-    a, b = operands()
-    with tunegemm.enable():
-        assert torch.equal(torch.mm(a.double(), b.double()), a.double() @ b.double())
-        torch.mm(a[:0], b)
-        torch.nn.functional.linear(a, b.t(), b[0])
-        with pytest.raises(RuntimeError, match="cannot be multiplied"):
-            torch.mm(a, b.t())
-        torch.use_deterministic_algorithms(True)
-        try:
-            torch.mm(a, b)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        assert not kernel.calls
-        small = torch.empty(0, dtype=BF16)
-        assert torch.equal(torch.mm(a, b, out=small), small)  # resized by torch
-
-
-def test_a_miss_under_enable_is_torchs_own_kernel(kernel, monkeypatch):
-    """Nothing recurses where dispatch falls back to torch."""
-    serve_with(monkeypatch, serving(lambda *_: TORCH))
-    a, b = operands()
-    a.requires_grad_()
-    with tunegemm.enable():
-        tunegemm.matmul(a, b).sum().backward()
-        torch.mm(a, b).sum().backward()
-    assert not kernel.calls
 
 
 def test_enable_under_autograd_autocast_and_threads(kernel):
@@ -636,6 +466,9 @@ def model() -> torch.nn.Sequential:
     return layers
 
 
+# What torch.compile keeps on disk
+
+
 def test_patch_and_unpatch_change_the_class_alone(kernel):
     layers = model()
     weights = {name: value.data_ptr() for name, value in layers.state_dict().items()}
@@ -668,23 +501,6 @@ def _through_a_file(module: torch.nn.Module) -> torch.nn.Module:
     return torch.load(file, weights_only=False)
 
 
-def test_a_patched_model_trains_and_compiles(kernel):
-    layers = model()[:3]
-    x = operands()[0]
-    before = torch.compile(layers, backend="aot_eager", fullgraph=True)
-    expected = before(x)
-    tunegemm.patch(layers)
-    if torch.__version__ < "2.13":  # 2.11 does not guard on the class of torch's own modules
-        torch._dynamo.reset()
-    assert torch.equal(before(x), expected)
-    assert len(kernel.calls) == 2
-    before(x).float().sum().backward()
-    assert layers[0].weight.grad is not None and len(kernel.calls) == 2 + 2 + 3
-
-
-# What torch.compile keeps on disk
-
-
 def test_compiled_code_is_kept_by_the_records_that_decided(kernel):
     """Calls of the kernel, and what was taken from torch's caches, as records change under one function."""
     from torch._dynamo.utils import counters
@@ -694,11 +510,7 @@ def test_compiled_code_is_kept_by_the_records_that_decided(kernel):
 
     def run(*ratios: float) -> list[int]:
         rows = [Row(Problem(32, 48, 64), device.fingerprint, CANDIDATE, ratio) for ratio in ratios]
-        dispatcher = Dispatcher(Planner(
-            device_type="cpu", read=lambda: Snapshot(rows), find=lambda _: device,
-            prepare=lambda record, _: Prepared(kernel), modified=lambda: (),
-        ))  # fmt: skip
-        api.serve_by(dispatcher)
+        api.serve_by(dispatcher_of(rows, Prepared(kernel), modified=lambda: ()))
         torch._dynamo.reset()
         counters.clear()
         kernel.calls.clear()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._functorch import config as functorch_config
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.support.serving import BF16, ByAddress, Kernel, operands, serve_with
-from tests.torch.test_torch import serving
+from tests.support.fusing import serve_recorded
+from tests.support.serving import BF16, ByAddress, Kernel, deterministic, operands, uncached
 from tunegemm.dispatch import api
 from tunegemm.dispatch.launchers import Prepared
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning"
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     """All problems are served by it."""
     kernel = Kernel()
-    serve_with(monkeypatch, serving(lambda record, _: Prepared(kernel.of(record.problem))))
+    serve_recorded(monkeypatch, kernel)
     return kernel
 
 
@@ -43,7 +42,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     def prepare(record, _):
         return Prepared(Noted(record.problem).launcher, tma=True)
 
-    serve_with(monkeypatch, serving(prepare))
+    serve_recorded(monkeypatch, None, prepare=prepare)
     return found
 
 
@@ -98,11 +97,8 @@ def test_a_layer_that_is_not_trained_is_served_in_grad_mode_and_minds_the_modes(
         layer(x)
     assert launched == [(32, 48, 64)] * 2
     layer.weight.requires_grad_()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         assert layer(x).requires_grad
-    finally:
-        torch.use_deterministic_algorithms(False)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         assert torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent is not None
@@ -135,10 +131,7 @@ def test_compiled_training_asks_for_each_of_the_three_products(kernel, monkeypat
         api.dispatcher.planner, "serves", only if served in extents else lambda *_, **__: False
     )
     x.requires_grad_()
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        functorch_config.patch(enable_autograd_cache=False),
-    ):
+    with uncached():
         torch.compile(lambda x: tunegemm.linear(x, weight).relu(), fullgraph=True)(x).sum().backward()
     assert [(a[0], b[1], a[1]) for a, b, _ in kernel.calls] == [
         extents[one] for one in (served,) if one in extents

@@ -9,13 +9,10 @@ import pytest
 import torch
 
 import tunegemm
-from tests.support.fusing import FusedByAddress, Recorded
-from tests.support.serving import Kernel, serve_with
-from tunegemm.describe.device import find_device
+from tests.support.fusing import FusedByAddress, Recorded, serve_recorded
+from tests.support.serving import Kernel
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
 
 
@@ -29,17 +26,8 @@ def serve(kernel, monkeypatch):
     """tunegemm's functions serve CPU tensors from records of the given problems, or of every problem."""
 
     def make(*problems: Problem, prepared: Prepared | None = None) -> Recorded:
-        snapshot = Recorded(*problems)
-        dispatcher = Dispatcher(
-            Planner(
-                device_type="cpu",
-                read=lambda: snapshot,
-                find=lambda _: find_device("model:h200"),
-                prepare=lambda record, _: prepared or Prepared(kernel.of(record.problem)),
-            )
-        )
-        serve_with(monkeypatch, dispatcher)
-        return snapshot
+        parts = {"prepare": lambda *_: prepared} if prepared else {}
+        return serve_recorded(monkeypatch, kernel, *problems, **parts)
 
     return make
 
@@ -57,15 +45,8 @@ def _clean() -> Iterator[None]:
 def by_address(monkeypatch):
     def make(text: str) -> FusedByAddress:
         kernel = FusedByAddress(Problem(32, 48, 64, epilogue=text))
-        dispatcher = Dispatcher(
-            Planner(
-                device_type="cpu",
-                read=lambda: Recorded(kernel.problem),
-                find=lambda _: find_device("model:h200"),
-                prepare=lambda *_: Prepared(kernel.launcher, tma=True),
-            )
-        )
-        serve_with(monkeypatch, dispatcher)
+        prepared = Prepared(kernel.launcher, tma=True)
+        serve_recorded(monkeypatch, kernel, kernel.problem, prepare=lambda *_: prepared)
         return kernel
 
     return make

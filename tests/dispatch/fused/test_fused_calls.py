@@ -19,7 +19,6 @@ from tests.support.serving import BF16, operands, quietly
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.precision import computing_fp32_in
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch.launchers import TORCH
 from tunegemm.errors import ProblemError, TunegemmWarning
 
 # Each call means what torch's functions do
@@ -94,23 +93,6 @@ def test_what_beta_0_leaves_out_is_not_read(serve, kernel):
     assert len(kernel.calls) == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["alpha+beta_c+bias_m+relu", "bias_m", "silu+residual", "alpha+bias_n+swiglu"]
-)
-def test_epilogues_by_their_text(serve, kernel, text):
-    serve()
-    a, b = operands()
-    problem = Problem(32, 48, 64, epilogue=text)
-    given = [
-        0.5 if each.kind == "number" else torch.ones(problem.operand_shape(each), dtype=BF16)
-        for each in problem.fused.operands
-    ]
-    named = {each.name: value for each, value in zip(problem.fused.operands, given, strict=True)}
-    expected = problem.fused.reference(a.float() @ b.float(), named).to(BF16)
-    close(tunegemm.matmul(a, b, epilogue=text, operands=given), expected)
-    assert len(kernel.calls) == 1
-
-
 def test_a_function_of_the_users_own(serve, kernel):
     snapshot = serve()
     x, weight, bias, skip = layer()
@@ -163,6 +145,9 @@ def test_wrong_epilogues_name_the_remedy(serve):
         tunegemm.patch(5)
 
 
+# Scales, and other dtypes
+
+
 def test_warnings_name_the_function_that_was_called(serve):
     serve(Problem(8, 8, 8))
     (a, b), c = operands(), torch.ones(32, 48, dtype=BF16)
@@ -181,9 +166,6 @@ def test_warnings_name_the_function_that_was_called(serve):
         with pytest.warns(TunegemmWarning) as caught:
             call()
         assert f"tunegemm.{name.strip()} falls back to torch" in str(caught[0].message)
-
-
-# Scales, and other dtypes
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -256,19 +238,6 @@ def test_scales_that_only_torch_has(serve, kernel):
     assert not kernel.calls
 
 
-def test_output_dtypes(serve, kernel):
-    snapshot = serve()
-    a, b = operands()
-    wide = a.float() @ b.float()
-    assert torch.equal(tunegemm.matmul(a, b, out_dtype=torch.float32), wide)
-    close(tunegemm.matmul(a, b, out_dtype=torch.float32, bias=torch.ones(48)), wide + 1)
-    small, other = a.to(torch.int8), b.t().contiguous().to(torch.int8).t()
-    assert torch.equal(tunegemm.matmul(small, other, out_dtype=torch.int32), wide.int())
-    assert [problem.out_dtype for problem in snapshot.asked] == ["fp32", "fp32", "int32"]
-    assert len(kernel.calls) == 3
-    assert tunegemm.matmul(a, b, out_dtype=BF16).dtype == BF16
-
-
 def test_fp32_is_served_where_and_while_tf32_is_allowed(serve, kernel):
     snapshot = serve()
     a, b = (operand.float() for operand in operands())
@@ -315,55 +284,6 @@ def test_a_miss_multiplies_by_a_tuned_kernel_where_the_library_takes_nothing_alo
     with pytest.warns(TunegemmWarning, match=r"--epilogue bias_n\+silu"):
         tunegemm.linear(x, weight, bias, "silu")
     assert len(kernel.calls) == 2  # torch adds the bias in its own kernel
-
-
-def test_where_torch_won_torch_computes_all(serve, kernel):
-    serve(prepared=TORCH)
-    x, weight, bias, _ = layer()
-    for activation in (None, "silu"):
-        for _ in range(2):
-            tunegemm.linear(x, weight, bias, activation)
-            tunegemm.linear(x, weight, None, activation)
-    assert not kernel.calls
-
-
-def test_the_command_names_all_that_tells_problems_apart():
-    problem = Problem(
-        32,
-        48,
-        64,
-        in_dtype="fp8_e4m3",
-        out_dtype="fp16",
-        epilogue="scale_tensor+bias_n",
-        accumulation="two_level",
-    )
-    assert tune_command(problem) == (
-        "tunegemm tune --shape 32x48x64 --dtype fp8_e4m3 --out-dtype fp16 --layout tn "
-        "--epilogue scale_tensor+bias_n --accumulation two_level"
-    )
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda bias: bias.float(),
-        lambda bias: bias.double(),
-        lambda bias: torch.ones(1, 48, dtype=BF16),
-        lambda bias: torch.ones(96, dtype=BF16)[::2],
-    ],
-)
-def test_operands_that_no_kernel_takes_are_torchs(serve, kernel, change):
-    serve()
-    x, weight, bias, _ = layer()
-    bias = change(bias)
-    try:
-        expected = functional.linear(x, weight, bias)
-    except RuntimeError as error:
-        with pytest.raises(RuntimeError) as raised:
-            tunegemm.linear(x, weight, bias)
-        assert str(raised.value) == str(error)
-    else:
-        close(tunegemm.linear(x, weight, bias), expected)
 
 
 def test_what_is_no_product_is_refused_by_torch_itself(serve):

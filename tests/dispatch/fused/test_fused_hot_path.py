@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import tunegemm
 from tests.support.fusing import layer
-from tests.support.serving import BF16, calls_of
+from tests.support.serving import BF16, calls_of, deterministic
 from tunegemm.describe.epilogue import MAX_WORDS
 from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmWarning
@@ -77,11 +77,8 @@ def test_what_a_known_call_minds(by_address):
     for other in (bias.clone(), torch.nn.Parameter(bias, requires_grad=False)):
         assert torch.equal(tunegemm.linear(x, weight, other), functional.linear(x, weight, bias))
     assert len(kernel.words) == 3
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         tunegemm.linear(x, weight, bias)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert len(kernel.words) == 3
     learned = bias.clone().requires_grad_()
     assert tunegemm.linear(x, weight, learned).requires_grad

@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 
 import tunegemm
-from tests.support.fusing import FP8, Recorded, bent, close, layer
-from tests.support.serving import BF16, calls_of, operands
-from tunegemm.describe.device import find_device
+from tests.support.fusing import FP8, bent, close, layer
+from tests.support.serving import BF16, calls_of
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 
@@ -50,34 +49,6 @@ def test_gradients(serve, kernel, name, lead):
     assert len(kernel.calls) == 3  # forward, and two products backward
 
 
-def test_gradients_in_double_precision():
-    """Of what torch computes where there is no kernel; the products of the backward pass: test_torch.py."""
-    x, w = torch.randn(3, 4, dtype=torch.double), torch.randn(6, 4, dtype=torch.double)
-    bias, residual = torch.randn(6, dtype=torch.double), torch.randn(3, 6, dtype=torch.double)
-    everything = [tensor.requires_grad_() for tensor in (x, w, bias, residual)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TunegemmWarning)
-        assert torch.autograd.gradcheck(
-            lambda *given: tunegemm.linear(*given[:3], "silu", given[3]), everything
-        )
-        assert torch.autograd.gradcheck(lambda *given: tunegemm.gated_linear(*given), everything[:3])
-
-
-def test_gradients_of_a_bias_twice(serve, kernel):
-    from tunegemm.dispatch.autograd import differentiably
-
-    def compute(a, b, bias):
-        return torch.matmul(a, b) + bias
-
-    given = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in ((3, 4), (4, 5), (5,))]
-
-    def call(a, b, bias):
-        return differentiably(torch.matmul, a, b, False, bias, compute)
-
-    assert torch.autograd.gradcheck(call, given)
-    assert torch.autograd.gradgradcheck(call, given)
-
-
 def test_transforms_are_torchs(serve, kernel):
     serve()
     x, weight, bias, _ = layer()
@@ -92,19 +63,6 @@ def test_transforms_are_torchs(serve, kernel):
     close(torch.vmap(ours)(many), torch.vmap(theirs)(many))
     close(torch.func.jvp(ours, (x,), (x,))[1], torch.func.jvp(theirs, (x,), (x,))[1])
     close(torch.func.grad(lambda x: ours(x).sum())(x), torch.func.grad(lambda x: theirs(x).sum())(x))
-
-
-def test_autocast(serve, kernel):
-    serve()
-    module = torch.nn.Linear(64, 48)
-    x, weight, bias = torch.randn(32, 64), module.weight.detach(), module.bias.detach()
-    with torch.autocast("cpu", dtype=BF16), torch.no_grad():
-        for _ in range(2):
-            close(tunegemm.linear(x, weight, bias, "relu"), torch.relu(module(x)))
-            close(tunegemm.linear(x, weight.to(BF16), bias), module(x))
-        assert len(kernel.calls) == 4
-        close(tunegemm.linear(x, module.weight, module.bias), module(x))
-    assert len(kernel.calls) == 5
 
 
 @pytest.mark.parametrize("dtypes", ["wide", "weights", "skip", "cast"])
@@ -203,21 +161,6 @@ def test_compiled_code_launches_the_kernel(serve, kernel, backend, mode):
     assert len(kernel.calls) == 4
 
 
-def test_inductors_code_calls_us_and_not_torchs_dispatcher(serve, kernel):
-    serve()
-    x, weight, bias, skip = layer()
-    compiled = torch.compile(
-        lambda x: tunegemm.linear(tunegemm.gated_linear(x, weight), weight[:, :24].contiguous(), bias) + skip,
-        fullgraph=True,
-    )
-    with torch.no_grad():
-        expected, (code,) = torch._inductor.utils.run_and_get_code(compiled, x)
-        kernel.calls.clear()  # that ran under a mode, where products are torch's
-        close(expected, compiled(x))
-    assert code.count("extern_kernels.tunegemm_product_and_more(") == 2
-    assert "torch.ops.tunegemm.fused.default(" not in code and len(kernel.calls) == 2
-
-
 def test_code_in_cpp_is_torchs(serve, kernel):
     """It would call us through torch's dispatcher, and may run where there is no Python."""
     from torch._dynamo.backends.common import aot_autograd
@@ -311,18 +254,6 @@ def test_graphs_without_records_are_torchs_operators(serve, kernel, mode, dynami
     assert "aten.addmm.default" in targets and not any("tunegemm" in target for target in targets)
 
 
-def test_a_graph_of_symbolic_rows_keeps_the_operator_where_any_rows_are_recorded(serve, kernel):
-    serve(*(Problem(m, 48, 64, epilogue="bias_n") for m in (7, 32)))
-    _, weight, bias, _ = layer()
-    compiled = torch.compile(
-        lambda x: tunegemm.linear(x, weight, bias), backend="aot_eager", fullgraph=True, dynamic=True
-    )
-    for m in (7, 32):
-        x = operands(m)[0]
-        close(compiled(x), functional.linear(x, weight, bias))
-    assert [call[0] for call in kernel.calls] == [(7, 64), (32, 64)]
-
-
 def test_compiled_training(serve, kernel):
     serve()
     for ours, theirs in CALLS.values():
@@ -385,27 +316,3 @@ def test_enable_serves_what_adds_and_scales(serve, kernel):
         assert len(kernel.calls) == 1
         way()
         assert len(kernel.calls) == 1
-
-
-def test_patched_layers_with_a_bias(serve, kernel):
-    serve()
-    module = torch.nn.Linear(64, 48).to(BF16)
-    x = layer()[0]
-    expected = module(x)
-    assert tunegemm.patch(module) == 1
-    with torch.no_grad():
-        close(module(x), expected)
-    assert len(kernel.calls) == 1
-    assert torch.equal(module(x), expected) and len(kernel.calls) == 1, "a gradient is wanted"
-    module(x).sum().backward()
-    assert module.bias.grad is not None and module.weight.grad is not None
-    tunegemm.unpatch(module)
-
-
-def test_near_hits_are_of_the_same_epilogue():
-    device = find_device("model:h200")
-    snapshot = Recorded(Problem(64, 48, 64), Problem(128, 48, 64, epilogue="bias_n"))
-    problem = Problem(96, 48, 64, epilogue="bias_n")
-    assert snapshot.extents(problem) == {128}
-    assert [each.m for each in snapshot.around(problem, 4)] == [128]
-    assert device
