@@ -20,19 +20,7 @@ from tunegemm.store.schema import OLDEST_SCHEMA, VERSION_TABLE
 
 SHAPE = "4096x4096x4096"
 
-TUNE = (
-    "tune",
-    "--shape",
-    SHAPE,
-    "--device",
-    "replay:h200",
-    "--families",
-    "cute_sm90",
-    "--workers",
-    "1",
-    "--trials",
-    "2",
-)
+TUNE = f"tune --shape {SHAPE} --device replay:h200 --families cute_sm90 --workers 1 --trials 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +74,8 @@ class TestTune:
 
     @pytest.mark.slow
     def test_modelled_is_labelled(self) -> None:
-        run = here(
-            "tune",
-            "--shape",
-            "1000x2048x512",
-            "--device",
-            "model:h200",
-            "--families",
-            "cute_sm90",
-            "--trials",
-            "1",
-        )
+        words = "tune --shape 1000x2048x512 --device model:h200 --families cute_sm90 --trials 1"
+        run = here(*words.split())
         assert "a model's ranking, no measurement; nothing stored" in run.stdout
 
     def test_without_a_gpu_one_line_says_what_happens(self, documents: list[dict[str, Any]]) -> None:
@@ -138,24 +117,13 @@ class TestTune:
     @pytest.mark.slow
     def test_interrupt(self) -> None:
         """Ctrl-C ends it within seconds, with the command that goes on and exit code 130."""
-        command = [
-            *TUNEGEMM,
-            *TUNE[:-2],
-            "--shape",
-            "8192x8192x8192",
-            "--effort",
-            "exhaustive",
-            "--seed",
-            "7",
-        ]
+        more = "--shape 8192x8192x8192 --effort exhaustive --seed 7"
         process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [*TUNEGEMM, *TUNE[:-2], *more.split()],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             # A shell's background job, as a CI run may be, ignores SIGINT and hands that on.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        )  # fmt: skip
         assert process.stderr is not None
         # The stage in which thousands of kernels are compiled; a line that counts them comes after 30 s only.
         assert any(" · screen · " in line for line in process.stderr)
