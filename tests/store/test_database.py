@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, insert, make_url
 
-from tests.support.processes import environment
+from tests.support.processes import environment, loaded_after
 from tests.support.stores import Location, Store, damage
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.architectures import PARTS
@@ -654,22 +654,13 @@ class TestReleasedSchemas:
 
 
 def test_the_package_loads_without_sqlalchemy() -> None:
-    code = "import sys, tunegemm.store; print({'sqlalchemy', 'alembic', 'pandas'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=60
-    )
-    assert done.stdout == "set()\n", done.stderr
+    assert not {"sqlalchemy", "alembic", "pandas"} & loaded_after("import tunegemm.store")
 
 
 def test_opening_a_current_database_does_not_load_alembic(path: Path) -> None:
     Database.open(path, create=True).close()
-    code = (
-        "import sys; from tunegemm.store import Database\n"
-        "Database.open(sys.argv[1], create=True); print('alembic' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
-    assert done.stdout == "False\n", done.stderr
+    code = "import sys; from tunegemm.store import Database; Database.open(sys.argv[1], create=True)"
+    assert "alembic" not in loaded_after(code, str(path))
 
 
 def write_sample(path: Path, device: Device = DEVICE) -> None:
