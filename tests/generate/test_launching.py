@@ -125,11 +125,6 @@ def test_aligned_operands_are_not_copied() -> None:
     assert seen == [aligned.a.data_ptr(), aligned.b.data_ptr(), aligned.out.data_ptr()]
 
 
-@pytest.mark.parametrize("shape", ["4096x4096x4096", "16x24x32x5"])
-def test_what_tma_takes(shape: str) -> None:
-    assert tma_takes(Problem.parse(shape))
-
-
 @pytest.mark.parametrize(
     ("problem", "operand", "strides", "offset", "reads"),
     [
@@ -203,7 +198,8 @@ def test_launches_of_other_strides_are_made_once_and_kept_up_to_a_number(
 @pytest.mark.parametrize(
     ("problem", "takes"),
     [
-        (Problem(4, 24, 16), True), (Problem(4, 20, 16), False), (Problem(8, 20, 16, out_major="m"), True),
+        (Problem(4096, 4096, 4096), True), (Problem(16, 24, 32, 5), True), (Problem(4, 24, 16), True),
+        (Problem(4, 20, 16), False), (Problem(8, 20, 16, out_major="m"), True),
         (Problem(4, 20, 16, out_dtype="fp32"), True), (Problem(4, 24, 16, alignment=8), False),
         (Problem(3, 24, 16, 2), True), (Problem(4, 48, 16, epilogue="swiglu"), True),
         (Problem(4, 40, 16, epilogue="swiglu"), False),
@@ -216,8 +212,8 @@ def test_tma_takes_lines_of_whole_units(problem: Problem, takes: bool) -> None:
 @pytest.mark.parametrize(
     ("epilogue", "change", "says"),
     [
-        ("bias_n", lambda x: x, ""), ("bias_n", lambda x: x[:-1], "of shape"),
-        ("bias_n", lambda x: x.half(), "dtype"),
+        ("bias_n", lambda x: x, ""), ("bias_n", lambda x: x[:-1], r"bias of shape \(23,\); .* takes \(24,\)"),
+        ("bias_n", lambda x: x.half(), r"bias of dtype torch\.float16; its epilogue takes bf16"),
         ("bias_n", lambda x: torch.stack((x, x), 1)[:, 0], "packed, aligned vector"),
         ("bias_n", lambda x: torch.cat((x[:1], x))[1:], "packed, aligned vector"),
         ("residual", lambda x: x, ""), ("residual", lambda x: torch.cat((x, x), 1)[:, :24], ""),
@@ -252,5 +248,9 @@ def test_words_of_a_number_and_of_several_operands() -> None:
     assert list(bind([bias], [1e300]) or ())[:2] == [large, bias.data_ptr()]
     assert list(bind([bias], [-1e300]) or ())[:1] == [large + (1 << 31)]
     assert bind([torch.empty(25, dtype=torch.bfloat16)[1:]], [1.0]) is None
-    with pytest.raises(ProblemError, match="takes 2 operands"):
+    with pytest.raises(ProblemError, match=r"takes 2 operands \(alpha, bias\), not 1"):
         words_reader(problem)([1.0])
+    three = replace(problem, epilogue="alpha+bias_n+residual")
+    residual = torch.zeros(4, 64, dtype=torch.bfloat16)[:, :24]
+    words = words_reader(three)([1.0, bias, residual])
+    assert words == [one, bias.data_ptr(), residual.data_ptr(), 64, 0] + [0] * 7

@@ -90,6 +90,7 @@ def test_at_the_power_cap_few_are_raced_by_what_they_draw(effort: Effort, own: i
     screened = screen_of_tiles()
     expected = at_cap(screened)
     chosen = finalists(screened, effort, expected)
+    assert effort != "quick" or len(chosen) <= 7, "each costs a turn of 240 ms in a round"
     ours = [c for c in chosen if c.family == "cute_sm90"]
     assert max(Counter(c.kernel for c in ours).values()) == 2, "of each kernel its two best launches"
     best_first = sorted(expected, key=lambda c: -expected[c])
@@ -100,12 +101,6 @@ def test_at_the_power_cap_few_are_raced_by_what_they_draw(effort: Effort, own: i
     leader = max((c for c in screened if c.family == "cute_sm90"), key=lambda c: screened[c].ratio)
     assert leader in ours and leader["tile_m"] == 64
     assert [c for c in chosen if c.family == "cublaslt"] == [*ALGORITHMS[:algorithms], TORCH_MM]
-
-
-def test_a_quick_race_at_the_power_cap_has_at_most_seven() -> None:
-    """Each costs a turn of 240 ms in a round."""
-    screened = screen_of_tiles()
-    assert len(finalists(screened, "quick", at_cap(screened))) <= 4 + 1 + 1 + 1
 
 
 @pytest.mark.parametrize("effort", EFFORTS)
