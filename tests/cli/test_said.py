@@ -206,8 +206,12 @@ def test_a_line_is_wrapped_if_it_and_its_hang_leave_room(
     found = capsys.readouterr().out.splitlines()
     assert len(found) == lines and " ".join(" ".join(found).split()) == text
     assert all(line.startswith(("    a", "    t")) for line in found[1:])
-    printing.say("tunegemm " + text, hang=4)
+    assert lines == 1 or all(len(line) <= width for line in found)
+    command = f"tunegemm {text}"
+    printing.say(command, hang=4)
     assert len(capsys.readouterr().out.splitlines()) == 1, "a command stays whole"
+    printing.say_command("Go on with:", command)
+    assert capsys.readouterr().out == f"Go on with:\n  {command}\n"
 
 
 @pytest.mark.parametrize(("shapes", "raced"), [([], [512, 1024]), (["512x512x512"], [512]), (["8x8x8"], [])])

@@ -13,7 +13,6 @@ from tunegemm.generate import families
 from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm80 import FAMILY
 from tunegemm.generate.cute_sm80.rules import config_of
-from tunegemm.generate.tiles import persistent_grid
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
@@ -120,15 +119,6 @@ def test_every_alignment_has_kernels_where_tma_has_none(h200: Device) -> None:
         problem = Problem.parse(SHAPE, alignment=alignment)
         assert FAMILY.check(problem, candidate(vector_bytes=alignment, warps_n=4), h200)
         assert tma.check(problem, kernel, h200).feasible == (alignment == 16)
-
-
-def test_grids(h200: Device) -> None:
-    problem = Problem.parse(SHAPE)
-    launch = candidate(ctas_per_sm=2).with_launch(**LAUNCH)
-    assert persistent_grid(problem, launch, h200) == 1024
-    assert persistent_grid(problem, launch.with_launch(ctas="all"), h200) == 264
-    assert persistent_grid(problem, launch.with_launch(ctas="balanced"), h200) == 256
-    assert persistent_grid(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
 
 
 @pytest.mark.slow

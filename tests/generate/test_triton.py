@@ -17,7 +17,6 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.tiles import persistent_grid
 from tunegemm.generate.triton import FAMILY, rules
 from tunegemm.generate.triton.config import KernelConfig
 from tunegemm.generate.triton.rules import config_of
@@ -134,13 +133,6 @@ def test_registers_may_be_used_up(h200: Device, monkeypatch: pytest.MonkeyPatch)
     for budget, fits in ((numbers, True), (numbers - 1, False)):
         monkeypatch.setattr(rules, "register_budget", lambda *_, budget=budget: budget)
         assert (rules.registers(PROBLEMS[0], kernel, h200) is None) == fits
-
-
-def test_grids(h200: Device) -> None:
-    launch = candidate().with_launch(**LAUNCH)
-    assert persistent_grid(PROBLEMS[0], launch, h200) == 1024
-    assert persistent_grid(PROBLEMS[0], launch.with_launch(ctas="two_per_sm"), h200) == 264
-    assert persistent_grid(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
 
 
 @pytest.mark.slow

@@ -142,20 +142,6 @@ class TestPublishing(Store):
 
 
 class TestRecords(Store):
-    def test_the_best_ratio_so_far_is_the_record(self, database: Database) -> None:
-        slow, fast = KERNEL.with_launch(swizzle=1), KERNEL.with_launch(swizzle=8)
-        database.publish(PROBLEM, DEVICE, measurement(0.90, slow))
-        database.publish(PROBLEM, DEVICE, measurement(1.08, fast), label="fast")
-        database.publish(PROBLEM, DEVICE, measurement(1.02, slow))
-        record = database.best(PROBLEM, FINGERPRINT)
-        assert record is not None
-        assert (record.problem, record.candidate, record.fingerprint) == (PROBLEM, fast, FINGERPRINT)
-        assert (record.label, record.confirmed) == ("fast", False)
-        assert record.ratio == pytest.approx(1.08)
-        assert record.baseline_median_us == pytest.approx(210.25)
-        assert record.measured_at.utcoffset() is not None
-        assert database.records() == [record]
-
     def test_a_confirmed_record_yields_only_to_another_final_race(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.09))
         database.confirm(PROBLEM, DEVICE, measurement(1.04, KERNEL.kernel))
@@ -176,20 +162,6 @@ class TestRecords(Store):
         assert len(database.measurements(PROBLEM, FINGERPRINT)) == 2
         record = database.best(PROBLEM, FINGERPRINT)
         assert record is not None and record.confirmed and record.ratio == pytest.approx(1.05)
-
-    def test_of_two_measurements_with_equal_samples_the_one_that_is_named_is_confirmed(
-        self, database: Database
-    ) -> None:
-        first, second = (measurement(1.05, telemetry={"turn": number}) for number in (1, 2))
-        assert first == second, "they differ in what is not compared"
-        named, other = (database.publish(PROBLEM, DEVICE, one, method="race") for one in (first, second))
-        assert named != other
-        database.confirm(PROBLEM, DEVICE, first, stored_as=named)
-        record = database.best(PROBLEM, FINGERPRINT, samples=True)
-        assert record is not None and record.confirmed and record.telemetry["turn"] == 1
-        # One more race with the same samples is a measurement of its own.
-        assert database.confirm(PROBLEM, DEVICE, second) not in (named, other)
-        assert len(database.measurements(PROBLEM)) == 3
 
     def test_what_is_confirmed_is_of_that_problem_device_and_candidate(self, database: Database) -> None:
         row_id = database.publish(PROBLEM, DEVICE, measurement())
@@ -253,21 +225,6 @@ class TestRecords(Store):
 
 
 class TestFrame(Store):
-    def test_one_row_per_candidate_with_its_best_evidence(self, database: Database) -> None:
-        a, b = KERNEL.with_launch(swizzle=1), KERNEL.with_launch(swizzle=2)
-        database.publish(PROBLEM, DEVICE, measurement(1.50, a))
-        database.publish(PROBLEM, DEVICE, measurement(1.03, a), method="final")
-        database.publish(PROBLEM, DEVICE, measurement(1.40, a))
-        database.publish(PROBLEM, DEVICE, measurement(1.01, b))
-        database.publish(PROBLEM, DEVICE, measurement(1.02, b), label="b")
-        frame = database.frame(PROBLEM).set_index("candidate")
-        assert len(frame) == 2
-        assert frame.loc[a.digest, "method"] == "final"
-        assert frame.loc[a.digest, "ratio"] == pytest.approx(1.03)
-        assert frame.loc[a.digest, "record"] and not frame.loc[a.digest, "confirmed"]
-        assert frame.loc[b.digest, "ratio"] == pytest.approx(1.02)
-        assert not frame.loc[b.digest, "record"]
-
     def test_the_confirmed_row_is_shown_whatever_follows(self, database: Database) -> None:
         database.confirm(PROBLEM, DEVICE, measurement(1.05))
         database.publish(PROBLEM, DEVICE, measurement(1.01), method="final")

@@ -117,13 +117,6 @@ class TestSeeds:
         found = related(database.records(), fused, FINGERPRINT)
         assert found == [candidates[name] for name in ("itself", "plain", "relu", "half", "h100")]
 
-    def test_a_final_race_counts_more_than_a_lucky_screen(self, database: Database) -> None:
-        database.publish(PROBLEM, DEVICE, measurement(1.9, OTHER))
-        database.publish(PROBLEM, DEVICE, measurement(1.5))
-        database.publish(PROBLEM, DEVICE, measurement(1.1), method="race")
-        found = leaders(database.measurements(PROBLEM))
-        assert [(e.candidate, round(e.measurement.ratio, 1)) for e in found] == [(KERNEL, 1.1), (OTHER, 1.9)]
-
     def test_what_had_the_chip_to_itself_counts_more_than_a_race_at_shared_clocks(
         self, database: Database
     ) -> None:
