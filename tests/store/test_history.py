@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tests.support.commands import printed as run
 from tests.support.stores import damage
-from tunegemm.cli.app import app
 from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL, leaders
@@ -190,53 +190,35 @@ class TestChanges:
 
 
 class TestCommands:
-    def run(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            app(list(arguments), prog_name="tunegemm")
-        output = capsys.readouterr()
-        return int(caught.value.code or 0), output.out, output.err
+    SHAPE = ("--shape", "4096x4096x4096")
 
-    def test_history(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.05), label="pp128x256")
-        code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path))
-        assert code == 0 and "pp128x256" in out and FINGERPRINT.digest in out
-        code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path), "--json")
-        assert [one["label"] for one in json.loads(out)] == ["pp128x256"]
-        code, _, err = self.run(capsys, "history", "--shape", "8x8x8", "--db", str(path))
-        assert code == 2 and err.count("\n") == 1 and "no record of 8x8x8" in err
-
-    def test_history_says_what_got_slower(
-        self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.15))
+    def test_history(self, database: Database, path: Path) -> None:
+        database.confirm(PROBLEM, DEVICE, raced(1.15), label="pp128x256")
+        out, _ = run("history", *self.SHAPE, "--db", path)
+        assert "pp128x256" in out and FINGERPRINT.digest in out
         database.confirm(PROBLEM, under(driver="580.200"), raced(1.05))
-        arguments = ("history", "--shape", "4096x4096x4096", "--db", str(path))
-        code, out, _ = self.run(capsys, *arguments)
-        assert code == 0 and out.rstrip().endswith("]  slower (+9.5 % by ratio)")
-        code, out, _ = self.run(capsys, *arguments, "--json")
-        first, second = (one["change"] for one in json.loads(out))
-        assert first is None and second["verdict"] == "slower"
+        assert run("history", *self.SHAPE, "--db", path)[0].rstrip().endswith("]  slower (+9.5 % by ratio)")
+        first, second = json.loads(run("history", *self.SHAPE, "--db", path, "--json")[0])
+        assert first["label"] == "pp128x256" and first["change"] is None
+        assert second["change"]["verdict"] == "slower"
+        _, err = run("history", "--shape", "8x8x8", "--db", path, code=2)
+        assert err.count("\n") == 1 and "no record of 8x8x8" in err
 
-    def test_exchange(
-        self, database: Database, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_exchange(self, database: Database, path: Path, tmp_path: Path) -> None:
         database.confirm(PROBLEM, DEVICE, raced(1.05))
-        export, other = str(tmp_path / "export.json"), str(tmp_path / "other.sqlite")
-        assert self.run(capsys, "db", "export", "--out", export, "--db", str(path))[0] == 0
-        code, out, _ = self.run(capsys, "db", "import", export, "--db", other)
-        assert code == 0 and "1 rows added, 0 known already, 0 left out" in out
-        into = str(tmp_path / "all.sqlite")
-        code, out, _ = self.run(capsys, "db", "merge", str(path), other, "--into", into)
-        assert code == 0 and "1 rows added, 1 known already" in out
-        code, out, _ = self.run(capsys, "db", "export", "--records", str(tmp_path / "records"), "--db", into)
-        assert code == 0 and (tmp_path / "records" / "NVIDIA-H200.json").exists()
-        assert self.run(capsys, "db", "layers")[0] == 0
+        export, other, into = (tmp_path / name for name in ("export.json", "other.sqlite", "all.sqlite"))
+        run("db", "export", "--out", export, "--db", path)
+        assert "1 rows added, 0 known already, 0 left out" in run("db", "import", export, "--db", other)[0]
+        assert "1 rows added, 1 known already" in run("db", "merge", path, other, "--into", into)[0]
+        run("db", "export", "--records", tmp_path / "records", "--db", into)
+        assert (tmp_path / "records" / "NVIDIA-H200.json").exists()
+        run("db", "layers")
         for arguments, named in (
             (("db", "export"), "needs --out FILE"),
-            (("db", "export", "--out", "/nowhere/x.json", "--db", str(path)), "choose another --out"),
+            (("db", "export", "--out", "/nowhere/x.json", "--db", path), "choose another --out"),
         ):
-            code, _, err = self.run(capsys, *arguments)
-            assert code == 2 and named in err and err.count("\n") == 1, err
+            _, err = run(*arguments, code=2)
+            assert named in err and err.count("\n") == 1, err
 
 
 def test_ones_own_measurement_of_the_library_counts_before_an_imported_one(tmp_path: Path) -> None:

@@ -17,12 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.commands import printed as run
 from tests.support.forks import Forks
 from tests.support.processes import environment
 from tunegemm.choose.snapshot import read_snapshot
-from tunegemm.cli import app
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Fingerprint, find_device
@@ -72,12 +71,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("tunegemm.store.shipped.data_path", lambda *_: tmp_path / "none")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-
-
-def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == code, (result.stdout, result.stderr)
-    return result.stdout, result.stderr
 
 
 def test_the_same_records_give_the_same_bytes(made: packing.Packed, tmp_path: Path) -> None:
