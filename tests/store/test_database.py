@@ -297,20 +297,6 @@ class TestProcesses:
 
 
 class TestOpening:
-    def test_the_environment_names_the_default(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TUNEGEMM_DB", str(path))
-        with Database.open() as database:
-            assert database.location == path
-        assert path.exists()
-
-    def test_else_it_is_in_the_users_data_folder(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.delenv("TUNEGEMM_DB", raising=False)
-        monkeypatch.setattr("platformdirs.user_data_dir", lambda name: str(tmp_path / "data" / name))
-        with Database.open() as database:
-            assert database.location == tmp_path / "data" / "tunegemm" / "tunegemm.sqlite"
-
     def test_a_sqlite_url_is_a_path(self, path: Path) -> None:
         with Database.open(f"sqlite:///{path}", create=True) as database:
             assert database.location == path

@@ -61,12 +61,6 @@ class TestRecordsOverTime:
         assert [c.chosen_at for c in found] == sorted(c.chosen_at for c in found)
         assert database.records()[0].ratio == found[-1].ratio
 
-    def test_confirming_the_same_again_adds_nothing(self, database: Database) -> None:
-        row_id = database.confirm(PROBLEM, DEVICE, measurement(1.05))
-        for _ in range(2):
-            database.confirm(PROBLEM, DEVICE, measurement(1.05), stored_as=row_id)
-        assert len(database.history(PROBLEM)) == 1
-
     def test_a_record_of_older_sources_yields_to_a_search_but_a_confirmed_one_does_not(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -136,28 +130,6 @@ class TestChanges:
     def changes(self, database: Database) -> list[Change | None]:
         return changes(database.history(PROBLEM, samples=True))
 
-    @pytest.mark.parametrize(
-        ("after", "facts", "verdict", "by"),
-        [
-            (raced(1.15), {"driver": "580.200"}, "same", "ratio"),
-            (raced(1.152), {"driver": "580.200"}, "same", "ratio"),  # 0.2 %: within the noise
-            (raced(1.09), {"driver": "580.200"}, "slower", "ratio"),
-            (raced(1.20), {"driver": "580.200"}, "faster", "ratio"),
-            (raced(1.12, noise=0.05), {"driver": "580.200"}, "same", "ratio"),  # a noisy interleave
-            (raced(1.15, scale=1.1), {"driver": "580.200"}, "same", "ratio"),  # a slower chip, not kernel
-            (raced(1.09), {"torch": "2.12.0"}, "slower", "time"),
-            (raced(1.035, scale=0.9), {"torch": "2.12.0"}, "same", "time"),  # torch.mm got faster, we did not
-        ],
-    )  # fmt: skip
-    def test_verdicts(
-        self, database: Database, after: Measurement, facts: Any, verdict: str, by: str
-    ) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.15), label="before")
-        device = under(**facts)
-        database.confirm(PROBLEM, device, after, label="after")
-        first, found = self.changes(database)
-        assert first is None and found is not None and (found.verdict, found.by) == (verdict, by)
-
     def test_each_is_compared_with_the_one_before(self, database: Database) -> None:
         for ratio, kernel in ((1.05, KERNEL), (1.01, OTHER), (1.08, KERNEL)):
             database.confirm(PROBLEM, DEVICE, raced(ratio, kernel))
@@ -176,17 +148,6 @@ class TestChanges:
         found = self.changes(database)[-1]
         assert found is not None and found.verdict == "slower"
         assert found.change == pytest.approx(0.04, abs=0.005)
-
-    def test_other_devices_are_not_compared_with_each_other(self, database: Database) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.05))
-        other = under(device_name="NVIDIA H100 NVL")
-        database.confirm(PROBLEM, other, raced(1.01))
-        assert self.changes(database) == [None, None]
-
-    def test_a_search_alone_gives_no_verdict(self, database: Database) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.05))
-        database.publish(PROBLEM, under(driver="580.200"), raced(1.01))
-        assert self.changes(database) == [None, None]
 
 
 class TestCommands:
