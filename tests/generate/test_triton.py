@@ -12,8 +12,8 @@ import pytest
 
 from tunegemm.compile.pool import CompilePool
 from tunegemm.compile.triton_object import read_object
-from tunegemm.describe.architectures import ARCHITECTURES, PARTS
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.architectures import ARCHITECTURES
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
@@ -100,29 +100,6 @@ def test_fp8_needs_ada(h200: Device) -> None:
     }
     assert {number for number, rule in verdicts.items() if rule == "tensor_cores"} == {80, 86, 87}
     assert {rule for number, rule in verdicts.items() if number > 87} == {None}
-
-
-def test_every_alignment_has_one_width_of_vectors(h200: Device) -> None:
-    for problem in [*PROBLEMS, Problem.parse("4096x4096x4098"), Problem.parse("31x33x35")]:
-        widths = [
-            (vector, store)
-            for vector in (16, 8, 4, 2, 1)
-            for store in (16, 8, 4, 2)
-            if FAMILY.check(
-                problem,
-                candidate(vector_bytes=vector, store_bytes=store, tile_m=64, tile_n=64, warps=4, stages=2),
-                h200,
-            )
-        ]
-        assert len(widths) == 1, (problem, widths)
-
-
-def test_shared_memory_of_small_cards_allows_less() -> None:
-    deep = candidate(tile_k=64, stages=4)
-    allowed = {name: bool(FAMILY.check(PROBLEMS[0], deep, find_device(name))) for name in PARTS}
-    assert {PARTS[name].capability for name, fits in allowed.items() if not fits} == {
-        (8, 6), (8, 9), (12, 0), (12, 1)
-    }  # fmt: skip
 
 
 def test_registers_may_be_used_up(h200: Device, monkeypatch: pytest.MonkeyPatch) -> None:
