@@ -94,6 +94,7 @@ def test_no_shape() -> None:
         (("--workers", "-1"), "--workers -1: must be 1 or more"),
         (("--budget", "soon"), "budget 'soon' is not a duration; for example 90, 90s, 10m or 1h30m"),
         (("--budget", "9" * 5000), "not a duration"),
+        (("--budget", "0"), "--budget '0' is not a duration"),
         (("--families", "cutlas"), "kernel family 'cutlas' is not known; use one of cute_sm90"),
         (("--families", ","), "families ',' names no family"),
     ],
@@ -116,6 +117,9 @@ def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
         ("cute_sm90,cluster_m=true", "cluster_m=true; use a whole number from 1"),
         ("cute_sm90,epi_n=-16", "epi_n=-16; use a whole number from 0"),
         ("cute_sm80,split_k=\N{SUPERSCRIPT TWO}", "split_k=\N{SUPERSCRIPT TWO}; use a whole number"),
+        ("cute_sm80,foo=1", "no parameter 'foo'"),
+        ("cute_sm80,foo", "not NAME=VALUE"),
+        ("x", "'x' is not known"),
     ],
 )
 def test_values_of_a_candidate(candidate: str, named: str) -> None:
@@ -150,10 +154,6 @@ def test_an_output_that_is_full_is_named() -> None:
         command = [*TUNEGEMM, "shapes", "--help"]
         done = run(command, env=environment(), stdout=full, stderr=PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "tunegemm: the output: No space left on device\n")
-
-
-def test_a_time_is_told_by_its_own_option() -> None:
-    assert "--budget '0' is not a duration" in refused("tune", *SHAPE, "--budget", "0")
 
 
 @pytest.mark.parametrize(

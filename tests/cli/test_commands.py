@@ -337,18 +337,6 @@ class TestExplain:
         run = here("explain", "--shape", SHAPE, "--device", "model:h200", "--db", place, code=2)
         assert run.stdout == "" and place in run.stderr and run.stderr.count("\n") == 1
 
-    @pytest.mark.parametrize(
-        ("candidate", "named"),
-        [
-            ("cute_sm80,foo=1", "no parameter 'foo'"),
-            ("cute_sm80,foo", "not NAME=VALUE"),
-            ("x", "'x' is not known"),
-        ],
-    )
-    def test_bad_candidates_are_one_line(self, candidate: str, named: str) -> None:
-        run = here("explain", "--shape", SHAPE, "--candidate", candidate, "--device", "model:h200", code=2)
-        assert named in run.stderr and run.stderr.count("\n") == 1
-
 
 class TestDatabaseUpgrade:
     def test_a_database_of_before_the_first_schema_is_refused_with_the_command_that_mends_it(

@@ -33,7 +33,6 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.text import clean, markdown, to_json
-from tunegemm.store import Database
 from tunegemm.tuning.progress import Source, TuneResult
 
 #: What a terminal, Rich, HTML, Markdown, SVG, matplotlib and a table each take for something else.
@@ -88,18 +87,9 @@ def test_a_markdown_table_keeps_its_columns(database: Path) -> None:
     assert len(rows) == 2 + len(SHAPES) and len(columns) == 1
 
 
-def test_imported_rows_are_not_called_measured_here(database: Path, tmp_path: Path) -> None:
+def test_imported_rows_are_not_called_measured_here(database: Path) -> None:
     said = CliRunner().invoke(app, ["leaderboard", "--db", str(database), "--shape", SHAPES[0]]).stdout
     assert "Imported from H [/b]" in " ".join(said.split()) and "Measured on" not in said
-    path = tmp_path / "t.sqlite"
-    device = dataclasses.replace(find_device("model:h200"), spec="cuda:0")
-    with Database.open(path, create=True) as store:
-        sample = Measurement(Candidate.make("cute_sm90", {"tile_m": 1}), (9.0,) * 8, (10.0,) * 8, 0.0, 0.0)
-        store.publish(Problem.parse("64x64x64"), device, sample, label="one")
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE measurements SET origin = 'theirs.json'")
-    said = CliRunner().invoke(app, ["report", "--db", str(path), "--out", str(tmp_path / "r.html")]).stdout
-    assert "Imported from theirs.json; measured on another NVIDIA H200." in said
 
 
 @given(st.text(max_size=700))
