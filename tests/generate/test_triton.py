@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
+from tests.support.processes import run_interpreted
 from tunegemm.compile.pool import CompilePool
 from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.architectures import ARCHITECTURES
@@ -174,16 +172,7 @@ for m, n, k, batch, dtype, rows, split_k, vector, out_vector, ctas, gap in (
 def test_products_are_exact_and_nothing_else_is_read_or_written() -> None:
     """By Triton's interpreter, on a CPU: ragged, poisoned between lines, batched, with splits of k; whole
     numbers, of which every sum is exact. bf16 is left out: the interpreter has its bits as integers."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    run_interpreted(PROGRAM)
 
 
 def test_stages_are_buffers_whatever_multiplies() -> None:

@@ -57,17 +57,6 @@ def measurement(ratio: float = 1.05, candidate: Candidate = KERNEL, **changes: A
     return dataclasses.replace(Measurement(candidate, samples, baseline, 1.7e-3, 0.002, telemetry), **changes)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.sqlite"
-
-
-@pytest.fixture
-def database(path: Path) -> Iterator[Database]:
-    with Database.open(path, create=True) as database:
-        yield database
-
-
 class TestPublishing(Store):
     def test_a_measurement_reads_back_as_it_was(self, database: Database) -> None:
         published = measurement()
@@ -258,13 +247,8 @@ def hold_lock(path: str) -> None:
 
 def child(call: str) -> subprocess.Popen[str]:
     """Another process that evaluates a call of one of the functions above, in this very file."""
-    return subprocess.Popen(
-        [sys.executable, __file__, call],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, __file__, call], env=environment(), **pipes)
 
 
 class TestProcesses:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,6 @@ from tunegemm.store.history import Change, changes, compare, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.sqlite"
-
-
-@pytest.fixture
-def database(path: Path) -> Iterator[Database]:
-    with Database.open(path, create=True) as database:
-        yield database
 
 
 def raced(

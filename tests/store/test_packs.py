@@ -254,19 +254,12 @@ def test_a_cut_pack_is_refused(made: packing.Packed, home: Path) -> None:
         members = tar.getmembers()
     cut = home / "cut.pack"
     for member in members:
-        for end in (
-            member.offset,
-            member.offset + 100,
-            member.offset_data,
-            member.offset_data + member.size - 1,
-        ):
+        head, body = member.offset, member.offset_data
+        for end in (head, head + 100, body, body + member.size - 1):
             cut.write_bytes(content[:end])
-            words = (
-                r"not a pack"
-                if end < members[0].offset_data
-                else rf"(within|entry) {member.name}|the end is missing"
-            )
-            with pytest.raises(PackError, match=words):
+            is_cut_at_first = end < members[0].offset_data
+            named = "not a pack" if is_cut_at_first else rf"(within|entry) {member.name}|the end is missing"
+            with pytest.raises(PackError, match=named):
                 packs.install(cut)
     cut.write_bytes(b"no tar at all" * 100)
     with pytest.raises(PackError, match="not a pack"):
