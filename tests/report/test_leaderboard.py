@@ -91,14 +91,6 @@ class TestRanking:
         ]  # fmt: skip
         assert "1=" in board.render("md")
 
-    def test_the_winner_of_the_final_race_comes_first(self) -> None:
-        lucky, winner = measurement(1.09, 128), measurement(1.05, 256)
-        board = Leaderboard.from_outcomes(
-            PROBLEM, DEVICE, [lucky, winner], labels(lucky, winner), best=winner.candidate
-        )
-        assert ranks(board)[:2] == [(1, False, "n256"), (2, False, "n128")]
-        assert list(board.frame["chosen"]) == [True, False, False]
-
     def test_a_winner_among_ties_is_marked_as_one_of_them(self) -> None:
         # A noise under the floor is luck: of two within the floor the cheaper one wins, and comes first.
         ahead, cheaper = (
