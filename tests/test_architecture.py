@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 
 import tunegemm
 from tests.support.forks import Forks
+from tests.support.processes import loaded_after
 from tests.support.syntax import nodes
 
 PACKAGE = Path(tunegemm.__file__).parent
@@ -247,13 +245,6 @@ def test_that_check_sees_every_way_to_a_name() -> None:
         "torch._nobody\nonline.nobody\nprogram = 'print(online._nobody)'\n"
     )
     assert [line for line, _ in sorted(touches(text, {"_nobody"}))] == [1, 2, 3, 5, 6, 9]
-
-
-def loaded_after(statement: str) -> set[str]:
-    """Top-level and tunegemm modules in a fresh interpreter after a statement."""
-    code = f"{statement}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(run.stdout.splitlines()[-1]))
 
 
 HEAVY = {"torch", "cutlass", "triton", "optuna", "sqlalchemy", "alembic", "pandas", "numpy", "typer"}

@@ -302,15 +302,8 @@ def test_a_model_cannot_be_swept(capsys):
 
 @pytest.mark.gpu
 def test_peers_end_to_end_on_a_gpu(tmp_path, capsys):
-    arguments = [
-        "--shapes",
-        "512x512x512",
-        "--peers",
-        "cublaslt,tunegemm_cute,tunegemm",
-        "--out",
-        str(tmp_path),
-    ]
-    assert peers.main([*arguments, "--tune", "--rounds", "5", "--db", str(tmp_path / "db.sqlite")]) == 0
+    words = "--shapes 512x512x512 --peers cublaslt,tunegemm_cute,tunegemm --tune --rounds 5"
+    assert peers.main([*words.split(), "--out", str(tmp_path), "--db", str(tmp_path / "db.sqlite")]) == 0
     data = json.loads((tmp_path / "peers.json").read_text())
     (found,) = data["rows"]
     assert found["tune_seconds"] > 0

@@ -44,10 +44,11 @@ def test_in_a_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1"),
+        (("--shape", "0x4x4"), "m=0 in 0x4x4: every extent must be from 1 to 2147483647"),
         (("--shape", "4096"), "shape '4096' is not MxNxK or MxNxKxL; for example 4096x4096x4096"),
+        (("--shape", f"{'9' * 5000}x1x1"), "is not MxNxK"),
         (("--shape", "64x64x64", "--shape", "9x9"), "shape '9x9' is not"),
-        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, tf32"),
+        ((*SHAPE, "--dtype", "int4"), "dtype 'int4' is not known; use one of bf16, fp16, tf32, fp8_e4m3"),
         ((*SHAPE, "--dtype", "fp32"), "input dtype 'fp32' has no kernels; fp32 operands have kernels"),
         ((*SHAPE, "--out-dtype", "int4"), "dtype 'int4' is not known"),
         ((*SHAPE, "--layout", "rc"), "layout 'rc' is not known; use one of tn, tt, nn, nt"),
@@ -92,6 +93,8 @@ def test_no_shape() -> None:
         (("--study", "nonsense://x"), "study nonsense://"),
         (("--workers", "-1"), "--workers -1: must be 1 or more"),
         (("--budget", "soon"), "budget 'soon' is not a duration; for example 90, 90s, 10m or 1h30m"),
+        (("--budget", "9" * 5000), "not a duration"),
+        (("--budget", "0"), "--budget '0' is not a duration"),
         (("--families", "cutlas"), "kernel family 'cutlas' is not known; use one of cute_sm90"),
         (("--families", ","), "families ',' names no family"),
     ],
@@ -114,6 +117,9 @@ def test_arguments_of_tune(arguments: tuple[str, ...], named: str) -> None:
         ("cute_sm90,cluster_m=true", "cluster_m=true; use a whole number from 1"),
         ("cute_sm90,epi_n=-16", "epi_n=-16; use a whole number from 0"),
         ("cute_sm80,split_k=\N{SUPERSCRIPT TWO}", "split_k=\N{SUPERSCRIPT TWO}; use a whole number"),
+        ("cute_sm80,foo=1", "no parameter 'foo'"),
+        ("cute_sm80,foo", "not NAME=VALUE"),
+        ("x", "'x' is not known"),
     ],
 )
 def test_values_of_a_candidate(candidate: str, named: str) -> None:
@@ -148,10 +154,6 @@ def test_an_output_that_is_full_is_named() -> None:
         command = [*TUNEGEMM, "shapes", "--help"]
         done = run(command, env=environment(), stdout=full, stderr=PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "tunegemm: the output: No space left on device\n")
-
-
-def test_a_time_is_told_by_its_own_option() -> None:
-    assert "--budget '0' is not a duration" in refused("tune", *SHAPE, "--budget", "0")
 
 
 @pytest.mark.parametrize(

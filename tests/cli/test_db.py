@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.store.test_database import DEVICE, PROBLEM, measurement
+from tests.support.commands import printed as run
 from tests.support.processes import ROOT
-from tunegemm.cli import app
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -22,12 +21,6 @@ from tunegemm.store.shipped import read_shipped, write_records
 SMALL = Problem.parse("64x48x32")
 #: torch.mm again, under another name.
 TWIN = Candidate.make("cublaslt", {"algorithm": "torch.mm"}, {"workspace_mib": 1})
-
-
-def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == code, (result.stdout, result.stderr)
-    return result.stdout, result.stderr
 
 
 @pytest.fixture

@@ -99,13 +99,6 @@ def test_top(database: Path) -> None:
     assert [row["candidate"] for row in found if row["family"] == "cute_sm90"] == ["tile 10"]
 
 
-@pytest.mark.parametrize("form", ["table", "md"])
-def test_for_people(database: Path, form: str) -> None:
-    text = leaderboard("--db", database, "--shape", SHAPES[1], "--format", form)
-    assert "tile 10" in text
-    assert "1.500" in text
-
-
 @pytest.mark.parametrize("form", ["table", "csv", "json", "md"])
 def test_out(database: Path, form: str, tmp_path: Path) -> None:
     path = tmp_path / "report"

@@ -21,7 +21,7 @@ from tests.cli.test_damage import COMMANDS, FORBIDDEN
 from tests.support.commands import here, process
 from tests.support.recorded import SHAPES, fill
 from tests.tuning.test_progress import result
-from tunegemm.cli import app, options, printing
+from tunegemm.cli import app, options
 from tunegemm.cli.results import interruption, verdict_line
 from tunegemm.cli.tune import say_gpu_command
 from tunegemm.describe.command import tune_command
@@ -33,7 +33,6 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
 from tunegemm.report.text import clean, markdown, to_json
-from tunegemm.store import Database
 from tunegemm.tuning.progress import Source, TuneResult
 
 #: What a terminal, Rich, HTML, Markdown, SVG, matplotlib and a table each take for something else.
@@ -88,18 +87,9 @@ def test_a_markdown_table_keeps_its_columns(database: Path) -> None:
     assert len(rows) == 2 + len(SHAPES) and len(columns) == 1
 
 
-def test_imported_rows_are_not_called_measured_here(database: Path, tmp_path: Path) -> None:
+def test_imported_rows_are_not_called_measured_here(database: Path) -> None:
     said = CliRunner().invoke(app, ["leaderboard", "--db", str(database), "--shape", SHAPES[0]]).stdout
     assert "Imported from H [/b]" in " ".join(said.split()) and "Measured on" not in said
-    path = tmp_path / "t.sqlite"
-    device = dataclasses.replace(find_device("model:h200"), spec="cuda:0")
-    with Database.open(path, create=True) as store:
-        sample = Measurement(Candidate.make("cute_sm90", {"tile_m": 1}), (9.0,) * 8, (10.0,) * 8, 0.0, 0.0)
-        store.publish(Problem.parse("64x64x64"), device, sample, label="one")
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE measurements SET origin = 'theirs.json'")
-    said = CliRunner().invoke(app, ["report", "--db", str(path), "--out", str(tmp_path / "r.html")]).stdout
-    assert "Imported from theirs.json; measured on another NVIDIA H200." in said
 
 
 @given(st.text(max_size=700))
@@ -194,24 +184,6 @@ def test_the_verdict_says_what_won_by_how_much_and_what_is_called_now() -> None:
     assert "replayed, not measured here; nothing stored" in verdict("replayed", won)
 
 
-@pytest.mark.parametrize("width", [60, 80, 140])
-def test_prose_ends_between_words_and_a_command_stays_whole(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = "  change    " + "some words that go on and on, as long as a line of prose may be " * 3
-    command = f"tunegemm tune {'--shape 512x6144x4096 ' * 9}".strip()
-    printing.say(text, hang=12)
-    assert capsys.readouterr().out.count("\n") == 1, "a log gets it as one line"
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(width))
-    printing.say(text, hang=12)
-    first, *others = capsys.readouterr().out.splitlines()
-    assert others and all(len(line) <= width and line.startswith(" " * 12) for line in others)
-    assert " ".join([first.strip(), *map(str.strip, others)]).split() == text.split()
-    printing.say_command("Go on with:", command)
-    assert capsys.readouterr().out == f"Go on with:\n  {command}\n"
-
-
 @pytest.mark.slow
 def test_a_pipe_gets_no_blanks_at_the_ends_of_lines() -> None:
     said = process("leaderboard", "--limit", "5").stdout + here("doctor").stdout
@@ -224,24 +196,6 @@ def test_what_no_option_names_is_a_call() -> None:
     problem = Problem(32, 48, 64, out_major="m")
     call = tune_command(problem)
     assert call.startswith("tunegemm.tune(") and eval(call[14:-1], {"tunegemm": tunegemm}) == problem
-
-
-def test_causes_are_true(tmp_path: Path) -> None:
-    def refused(*arguments: str) -> str:
-        result = CliRunner().invoke(app, list(arguments))
-        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
-        return result.stderr
-
-    path = str(fill(tmp_path / "t.sqlite", SHAPES[:1], each=4))
-    said = refused("leaderboard", "--db", path, "--shape", SHAPES[1], "--dtype", "fp16", "--layout", "nt")
-    assert f"the database has {SHAPES[0]} bf16 tn" in said
-    assert f"tunegemm tune --shape {SHAPES[1]} --dtype fp16 --layout nt" in said
-    assert "tf32" in (said := refused("tune", "--shape", "1x1x1", "--dtype", "bf61")) and "fp32" not in said
-    Database.open(tmp_path / "empty.sqlite", create=True).close()
-    said = refused("leaderboard", "--db", str(tmp_path / "empty.sqlite"))
-    assert "no measurements yet" in said and "no measurement of" not in said
-    assert "is not MxNxK" in refused("tune", "--shape", f"{'9' * 5000}x1x1")
-    assert "not a duration" in refused("tune", "--shape", "1x1x1", "--budget", "9" * 5000)
 
 
 def test_an_interruption_says_how_many_candidates_were_measured() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,23 +44,13 @@ def test_what_exceeds_the_screen_of_a_terminal_is_paged(
     out = io.StringIO()
     console = Console(file=out, force_terminal=is_terminal, width=40, height=20, color_system=None)
     pagers: list[bool] = []
-
-    class Pager:
-        def __enter__(self) -> None:
-            pass
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(console, "pager", lambda styles: pagers.append(styles) or Pager())
+    monkeypatch.setattr(console, "pager", lambda styles: pagers.append(styles) or nullcontext())
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: has_keys))
-    monkeypatch.setenv("LESS", "")
+    for name in ("LESS", "PAGER"):  # what is set here and there is undone
+        monkeypatch.setenv(name, pager or "")
     monkeypatch.delenv("LESS")
-    monkeypatch.setenv("PAGER", "")
     if pager is None:
         monkeypatch.delenv("PAGER")
-    else:
-        monkeypatch.setenv("PAGER", pager)
     printing.page(console, ["line\n" * (lines - 1) + "last", "of two parts"])
     assert pagers == [pager is None] * paged and out.getvalue().endswith("of two parts\n")
     assert os.environ.get("LESS") == ("FRX" if paged else None)
@@ -179,12 +170,8 @@ def test_a_packs_contents_and_how_much_of_it_works(
 
 def test_rows_left_out_are_grouped_by_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
     """Reasons that differ in numbers are one; of the kinds some are named."""
-    lines = [
-        "row 1: no 7",
-        "row 2: no 8",
-        "row 3: other",
-        *(f"kind {'x' * n}" for n in range(1, db.NAMED + 1)),
-    ]
+    kinds = [f"kind {'x' * n}" for n in range(1, db.NAMED + 1)]
+    lines = ["row 1: no 7", "row 2: no 8", "row 3: other", *kinds]
     db.name_skipped(lines)
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first == "left out: row 1: no 7 (and 1 more like it)"
@@ -219,8 +206,12 @@ def test_a_line_is_wrapped_if_it_and_its_hang_leave_room(
     found = capsys.readouterr().out.splitlines()
     assert len(found) == lines and " ".join(" ".join(found).split()) == text
     assert all(line.startswith(("    a", "    t")) for line in found[1:])
-    printing.say("tunegemm " + text, hang=4)
+    assert lines == 1 or all(len(line) <= width for line in found)
+    command = f"tunegemm {text}"
+    printing.say(command, hang=4)
     assert len(capsys.readouterr().out.splitlines()) == 1, "a command stays whole"
+    printing.say_command("Go on with:", command)
+    assert capsys.readouterr().out == f"Go on with:\n  {command}\n"
 
 
 @pytest.mark.parametrize(("shapes", "raced"), [([], [512, 1024]), (["512x512x512"], [512]), (["8x8x8"], [])])
@@ -232,17 +223,8 @@ def test_the_records_of_named_shapes_are_verified(
     raced: list[int],
 ) -> None:
     records = [SimpleNamespace(problem=Problem(m, 512, 512)) for m in (512, 1024)]
+    opened = nullcontext(SimpleNamespace(records=lambda: records))
     seen: list[int] = []
-
-    class Opened:
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
-
-        def __enter__(self) -> Any:
-            return SimpleNamespace(records=lambda: records)
-
-        def __exit__(self, *_: object) -> None:
-            pass
 
     def verified(tuner: Any, record: Any, judgement: Any, top: int) -> Any:
         seen.append(record.problem.m)
@@ -250,8 +232,8 @@ def test_the_records_of_named_shapes_are_verified(
         result.result.interrupted = False
         return result
 
-    monkeypatch.setattr("tunegemm.store.Database.open", lambda *_: Opened())
-    monkeypatch.setattr("tunegemm.tuning.tuner.Tuner", Opened)
+    monkeypatch.setattr("tunegemm.store.Database.open", lambda *_: opened)
+    monkeypatch.setattr("tunegemm.tuning.tuner.Tuner", lambda *_, **__: opened)
     monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: DEVICE)
     monkeypatch.setattr(
         "tunegemm.tuning.verify.due", lambda wanted, *_, **__: [("why", each) for each in wanted]

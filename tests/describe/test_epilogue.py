@@ -28,7 +28,6 @@ from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.generate.cute_sm90 import FAMILY
 from tunegemm.generate.cute_sm90.rules import config_of
 from tunegemm.generate.families import NAMES, get
-from tunegemm.generate.launching import words_reader
 from tunegemm.measure import operands as data
 
 EVERYTHING = "alpha+scale_tensor+beta_c+bias_n+gelu_tanh+residual+amax"
@@ -239,32 +238,6 @@ class TestNotANumber:
             assert torch.equal(found, whole)
         torch_mm(problem)(operands.a, operands.b, operands.out, *named.values())
         assert int(operands.out.isnan().sum()) == (beta != 0)
-
-
-class TestWords:
-    PROBLEM = Problem(40, 48, 64, epilogue="alpha+bias_n+residual")
-
-    def operands(self) -> tuple[float, torch.Tensor, torch.Tensor]:
-        return 1.0, torch.zeros(48).bfloat16(), torch.zeros(40, 64).bfloat16()[:, :48]
-
-    def test_numbers_addresses_and_strides(self) -> None:
-        alpha, bias, residual = self.operands()
-        words = words_reader(self.PROBLEM)((alpha, bias, residual))
-        assert words == [0x3F800000, bias.data_ptr(), residual.data_ptr(), 64, 0] + [0] * 7
-
-    def test_refusals_say_what_is_wrong(self) -> None:
-        read = words_reader(self.PROBLEM)
-        alpha, bias, residual = self.operands()
-        with pytest.raises(ProblemError, match=r"takes 3 operands \(alpha, bias, residual\), not 2"):
-            read((alpha, bias))
-        with pytest.raises(ValueError, match=r"bias of shape \(47,\); its epilogue takes \(48,\)"):
-            read((alpha, bias[1:], residual))
-        with pytest.raises(ValueError, match=r"bias of dtype torch\.float32; its epilogue takes bf16"):
-            read((alpha, bias.float(), residual))
-        with pytest.raises(ValueError, match="not a packed, aligned vector"):
-            read((alpha, torch.zeros(96).bfloat16()[::2], residual))
-        with pytest.raises(ValueError, match="no lines of 16 bytes"):
-            read((alpha, bias, torch.zeros(40, 50).bfloat16()[:, :48]))
 
 
 KERNELS = [

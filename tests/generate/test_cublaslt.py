@@ -72,23 +72,6 @@ def test_views_keep_their_leading_dimension() -> None:
     torch.testing.assert_close(out, a @ b)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_torch_mm_is_always_there(batch: int) -> None:
-    problem = Problem(5, 7, 11, batch)
-    operands = make_operands(problem, torch.device("cpu"), seed=1)
-    assert FAMILY.check(problem, TORCH_MM, DEVICE)
-    launch = FAMILY.load(problem, TORCH_MM, DEVICE, None)
-    launch(operands.a, operands.b, operands.out)
-    torch.testing.assert_close(operands.out, operands.a @ operands.b)
-
-
-def test_torch_mm_to_the_other_16_bit_dtype() -> None:
-    problem = Problem(5, 7, 11, in_dtype="bf16", out_dtype="fp16")
-    operands = make_operands(problem, torch.device("cpu"), seed=1)
-    FAMILY.load(problem, TORCH_MM, DEVICE, None)(operands.a, operands.b, operands.out)
-    torch.testing.assert_close(operands.out, (operands.a @ operands.b).half())
-
-
 def test_candidates_are_stored_by_names() -> None:
     stored = json.loads(ALGORITHM.to_json())
     assert stored["compile"]["tile"] == "128x256" and stored["launch"]["reduction_scheme"] == "COMPUTE_TYPE"

@@ -9,11 +9,9 @@ from tunegemm.describe.architectures import ARCHITECTURES
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate import families
 from tunegemm.generate.cute_launch import load_function
 from tunegemm.generate.cute_sm80 import FAMILY
 from tunegemm.generate.cute_sm80.rules import config_of
-from tunegemm.generate.tiles import persistent_grid
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "4096x4096x4096"
@@ -109,26 +107,6 @@ def test_one_warp_shifts_few_lines_on_sm_120(tile: tuple[int, int]) -> None:
         for name in ("rtx3060", "rtx4090", "h100", "rtx5090")
     }
     assert refused == dict.fromkeys(refused) | {"rtx5090": "lone_warp" if tile_m > 32 else None}
-
-
-def test_every_alignment_has_kernels_where_tma_has_none(h200: Device) -> None:
-    tma = families.get("triton_tma")
-    kernel = next(
-        k for k in families.load_space("triton_tma").kernels() if tma.check(Problem.parse(SHAPE), k, h200)
-    )
-    for alignment in (2, 4, 8, 16):
-        problem = Problem.parse(SHAPE, alignment=alignment)
-        assert FAMILY.check(problem, candidate(vector_bytes=alignment, warps_n=4), h200)
-        assert tma.check(problem, kernel, h200).feasible == (alignment == 16)
-
-
-def test_grids(h200: Device) -> None:
-    problem = Problem.parse(SHAPE)
-    launch = candidate(ctas_per_sm=2).with_launch(**LAUNCH)
-    assert persistent_grid(problem, launch, h200) == 1024
-    assert persistent_grid(problem, launch.with_launch(ctas="all"), h200) == 264
-    assert persistent_grid(problem, launch.with_launch(ctas="balanced"), h200) == 256
-    assert persistent_grid(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
 
 
 @pytest.mark.slow

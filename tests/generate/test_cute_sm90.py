@@ -153,15 +153,6 @@ EXAMPLES = Examples(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("shape", "layout"),
-    [("4096x4096x1001", "tn"), ("4096x1004x4096", "tn"), ("4096x1004x4096", "tt"), ("4100x1024x4096", "nn")],
-)
-def test_operands_that_tma_refuses_are_feasible(h200: Device, shape: str, layout: str) -> None:
-    """They are copied to where TMA takes them: see tests/test_launching.py."""
-    assert FAMILY.check(Problem.parse(shape, layout=layout), candidate(), h200)
-
-
 @pytest.mark.slow
 def test_register_budgets_fit_the_launch_allocation(h200: Device) -> None:
     """setmaxnreg hands out no more than the block was launched with: a larger sum would deadlock."""
@@ -186,12 +177,6 @@ def test_every_dtype_has_a_space_of_its_own(h200: Device) -> None:
             if kernel["tile_k"] not in found and FAMILY.check(problem, kernel, h200):
                 found.add(kernel["tile_k"])
     assert tiles == {"bf16": {64, 128}, "fp8_e4m3": {128, 256}, "int8": {128, 256}, "tf32": {32, 64}}
-
-
-def test_a_swapped_kernel_has_its_operands_dtypes_swapped(h200: Device) -> None:
-    problem = Problem.parse("16x4096x4096", dtype="fp8_e4m3_e5m2")
-    assert config_of(problem, candidate(swap_ab=True)).in_dtype == "fp8_e5m2_e4m3"
-    assert config_of(problem, candidate()).in_dtype == "fp8_e4m3_e5m2"
 
 
 def test_balanced_grid_has_no_more_waves_and_fewer_clusters(h200: Device) -> None:
@@ -315,11 +300,6 @@ def test_clusters_of_a_gpc_have_a_block_of_the_swizzle(
     )
     assert Order.of(chosen, h200, clusters) == order
     assert asked == ([(math.prod(cluster), clusters)] if order.address else [])
-
-
-def test_clusters_of_a_modelled_device_go_by_index(h200: Device) -> None:
-    gpc_aware = candidate().with_launch(raster_order="along_m", swizzle_size=8, cluster_order="gpc")
-    assert Order.of(gpc_aware, h200, 66) == Order(0, 8, 1)  # blocks of one line are lines
 
 
 #: dtypes of operands and output, and what a tile of that has to be otherwise.

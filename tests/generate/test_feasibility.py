@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tunegemm.describe.device import Device, find_device
@@ -13,7 +12,6 @@ from tunegemm.generate.feasibility import (
     FEASIBLE,
     Remembered,
     Verdict,
-    alignment,
     apply_rules,
     architecture,
     exceeded_smem,
@@ -24,10 +22,8 @@ from tunegemm.generate.feasibility import (
     refusal,
     refusal_on,
     register_budget,
-    ring_depth,
     rule,
     tma_alignment,
-    vector_width,
 )
 
 PROBLEM = Problem(8, 8, 8)
@@ -116,22 +112,6 @@ def test_powers_of_two_within_bounds() -> None:
     assert [value for value in range(70) if found(value, 4) is None] == [4, 8, 16, 32, 64]
     assert found(3, 4) == "x 3 is not a power of two from 4 on"
     assert found(64, 4, 32) == "x 64 is not a power of two from 4 to 32"
-
-
-def test_vectors_are_as_wide_as_the_alignment(h200: Device) -> None:
-    found = {
-        width: [
-            shared(replace(PROBLEM, alignment=8), Candidate.make("planted", {"vector_bytes": width}), h200)
-            for shared in (alignment, vector_width)
-        ]
-        for width in (4, 8, 16)
-    }
-    assert found == {
-        4: [None, "vectors of 4 B < alignment 8 B"], 8: [None, None],
-        16: ["vectors of 16 B > alignment 8 B", None],
-    }  # fmt: skip
-    stages = {n: ring_depth(PROBLEM, Candidate.make("planted", {"stages": n}), h200) for n in (1, 2)}
-    assert stages == {1: "1 stage < 2: the ring never runs ahead of the tensor cores", 2: None}
 
 
 def test_tma_needs_lines_of_whole_units_of_each_operand(h200: Device) -> None:

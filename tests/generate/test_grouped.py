@@ -83,15 +83,8 @@ def test_a_tuned_kernel_is_the_object_that_ships(h200: Device) -> None:
         if type(config) is not GroupedConfig:  # which no search knows
             continue
         gate = config.epilogue if config.fused.gated else ""
-        problem = Problem.of_groups(
-            4096,
-            2048,
-            7168,
-            32,
-            dtype=config.in_dtype,
-            gate=gate,
-            b_major="n" if config.a_major == "m" else "k",
-        )
+        b_major = "n" if config.a_major == "m" else "k"
+        problem = Problem.of_groups(4096, 2048, 7168, 32, dtype=config.in_dtype, gate=gate, b_major=b_major)
         candidate = candidate_of(GroupedChoice(config, 8, 0))
         assert FAMILY.check(problem, candidate, h200).runs
         assert config_of(problem, candidate) == config

@@ -10,7 +10,6 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.skinny import FAMILY
 from tunegemm.generate.skinny.rules import config_of, rows_of_tile, split_work
-from tunegemm.generate.tiles import persistent_grid
 from tunegemm.testing import TOO_LARGE, Examples, Rejection, compile_all
 
 SHAPE = "8x4096x4096"
@@ -85,15 +84,6 @@ def test_gpus_without_cp_async_or_fp8_are_refused(h200: Device) -> None:
     assert FAMILY.check(PROBLEMS[0], candidate(), replace(h200, architecture=turing)).rule == "architecture"
     on_ampere = FAMILY.check(PROBLEMS[3], candidate(), replace(h200, architecture=ampere))
     assert on_ampere.rule == "architecture" and "sm_89" in on_ampere.reason
-
-
-def test_grids(h200: Device) -> None:
-    problem = Problem.parse("16x28672x4096")
-    launch = candidate(tile_m=16).with_launch(**LAUNCH)
-    assert persistent_grid(problem, launch, h200) == 896
-    assert persistent_grid(problem, launch.with_launch(ctas="all"), h200) == 264
-    assert persistent_grid(problem, launch.with_launch(ctas="balanced"), h200) == 224
-    assert persistent_grid(Problem.parse("8x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 8
 
 
 def test_the_bits_of_a_kernel_are_decided_by_its_k_alone() -> None:

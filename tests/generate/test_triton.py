@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
+from tests.support.processes import run_interpreted
 from tunegemm.compile.pool import CompilePool
 from tunegemm.compile.triton_object import read_object
-from tunegemm.describe.architectures import ARCHITECTURES, PARTS
-from tunegemm.describe.device import Device, find_device
+from tunegemm.describe.architectures import ARCHITECTURES
+from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families
-from tunegemm.generate.tiles import persistent_grid
 from tunegemm.generate.triton import FAMILY, rules
 from tunegemm.generate.triton.config import KernelConfig
 from tunegemm.generate.triton.rules import config_of
@@ -103,29 +100,6 @@ def test_fp8_needs_ada(h200: Device) -> None:
     assert {rule for number, rule in verdicts.items() if number > 87} == {None}
 
 
-def test_every_alignment_has_one_width_of_vectors(h200: Device) -> None:
-    for problem in [*PROBLEMS, Problem.parse("4096x4096x4098"), Problem.parse("31x33x35")]:
-        widths = [
-            (vector, store)
-            for vector in (16, 8, 4, 2, 1)
-            for store in (16, 8, 4, 2)
-            if FAMILY.check(
-                problem,
-                candidate(vector_bytes=vector, store_bytes=store, tile_m=64, tile_n=64, warps=4, stages=2),
-                h200,
-            )
-        ]
-        assert len(widths) == 1, (problem, widths)
-
-
-def test_shared_memory_of_small_cards_allows_less() -> None:
-    deep = candidate(tile_k=64, stages=4)
-    allowed = {name: bool(FAMILY.check(PROBLEMS[0], deep, find_device(name))) for name in PARTS}
-    assert {PARTS[name].capability for name, fits in allowed.items() if not fits} == {
-        (8, 6), (8, 9), (12, 0), (12, 1)
-    }  # fmt: skip
-
-
 def test_registers_may_be_used_up(h200: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Candidate.make("triton", GOOD)
     monkeypatch.setattr(rules, "register_budget", lambda *_: 0)
@@ -134,13 +108,6 @@ def test_registers_may_be_used_up(h200: Device, monkeypatch: pytest.MonkeyPatch)
     for budget, fits in ((numbers, True), (numbers - 1, False)):
         monkeypatch.setattr(rules, "register_budget", lambda *_, budget=budget: budget)
         assert (rules.registers(PROBLEMS[0], kernel, h200) is None) == fits
-
-
-def test_grids(h200: Device) -> None:
-    launch = candidate().with_launch(**LAUNCH)
-    assert persistent_grid(PROBLEMS[0], launch, h200) == 1024
-    assert persistent_grid(PROBLEMS[0], launch.with_launch(ctas="two_per_sm"), h200) == 264
-    assert persistent_grid(Problem.parse("64x64x4096"), launch.with_launch(ctas="all", split_k=4), h200) == 4
 
 
 @pytest.mark.slow
@@ -205,16 +172,7 @@ for m, n, k, batch, dtype, rows, split_k, vector, out_vector, ctas, gap in (
 def test_products_are_exact_and_nothing_else_is_read_or_written() -> None:
     """By Triton's interpreter, on a CPU: ragged, poisoned between lines, batched, with splits of k; whole
     numbers, of which every sum is exact. bf16 is left out: the interpreter has its bits as integers."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    run_interpreted(PROGRAM)
 
 
 def test_stages_are_buffers_whatever_multiplies() -> None:

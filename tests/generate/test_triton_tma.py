@@ -7,7 +7,6 @@ from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.tiles import persistent_grid
 from tunegemm.generate.triton_tma import FAMILY
 from tunegemm.generate.triton_tma.rules import config_of
 from tunegemm.testing import OTHERWISE, TOO_LARGE, Examples, Rejection, compile_all
@@ -115,18 +114,6 @@ def test_two_blocks_fit_a_multiprocessor(pool: CompilePool, h200: Device) -> Non
         registers = -(-result.artifact.resources.registers // 8) * 8  # allotted in eights
         assert 2 * threads * registers <= h200.architecture.registers_per_sm
         assert 2 * (result.artifact.resources.smem_bytes + 1024) <= h200.architecture.smem_bytes_per_sm
-
-
-def test_grids(h200: Device) -> None:
-    for shape, ctas, split_k, expected in [
-        (SHAPE, "all", 1, 132),
-        (SHAPE, "two_per_sm", 1, 264),
-        (SHAPE, "balanced", 1, 128),
-        ("128x128x4096", "two_per_sm", 1, 1),
-        ("128x1024x4096", "all", 4, 32),
-    ]:
-        launch = candidate().with_launch(**LAUNCH | {"ctas": ctas, "split_k": split_k})
-        assert persistent_grid(Problem.parse(shape), launch, h200) == expected
 
 
 def test_a_subtile_of_sums_may_fill_the_ring_and_no_more(h200: Device) -> None:

@@ -28,11 +28,6 @@ from tunegemm.store.schema import VERSION_TABLE
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.sqlite"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.long

@@ -150,6 +150,21 @@ _COUNT = iter(range(1, 1 << 30))
 class TestSequences:
     @SEQUENCES
     @given(st.lists(EVENTS, max_size=14))
+    # The three measurements that once left a kernel slower than torch.mm the record.
+    @example([Event(A, 1.05, SCREEN), Event(A, 0.98, QUALIFYING), Event(B, 1.03, QUALIFYING)])
+    # A record that got worse yields to the next; a confirmed one to a final race that it loses to torch.
+    @example(
+        [Event(A, 1.1, RACE), Event(B, 1.04, SCREEN), Event(C, 1.07, SCREEN), Event(A, 0.99, QUALIFYING)]
+    )
+    @example(
+        [
+            Event(TORCH_MM, 0.99, STEADY_FINAL), Event(A, 1.05, "confirm"), Event(A, 0.97, QUALIFYING),
+            Event(B, 1.20, QUALIFYING), Event(A, 0.98, STEADY_FINAL),
+        ]
+    )  # fmt: skip
+    @example(
+        [Event(A, 0.98, "confirm"), Event(TORCH_MM, 0.97, SCREEN)]
+    )  # the winner of a race, but no record
     def test_the_record_is_what_going_through_everything_says(
         self, shared: Database, events: list[Event]
     ) -> None:
@@ -204,40 +219,6 @@ class TestChoice(Store):
             record = database.best(PROBLEM, FINGERPRINT)
             newest = max(one.measured_at for one in database.measurements(PROBLEM) if one.candidate == A)
             assert record is not None and record.measured_at == newest
-
-    def test_a_lucky_screen_does_not_outrank_a_qualifying_round(self, database: Database) -> None:
-        """The three measurements that once left a kernel slower than torch.mm the record."""
-        publish(database, Event(A, 1.05, SCREEN))
-        publish(database, Event(A, 0.98, QUALIFYING))
-        assert found(database) is None
-        publish(database, Event(B, 1.03, QUALIFYING))
-        assert found(database) == (B, 1.03, False)
-
-    def test_a_record_that_got_worse_yields_to_the_next(self, database: Database) -> None:
-        for event in (Event(A, 1.10, RACE), Event(B, 1.04, SCREEN), Event(C, 1.07, SCREEN)):
-            publish(database, event)
-        publish(database, Event(A, 0.99, QUALIFYING))
-        assert found(database) == (C, 1.07, False)
-
-    def test_a_confirmed_record_goes_when_a_final_race_shows_it_slower_than_torch(
-        self, database: Database
-    ) -> None:
-        publish(database, Event(TORCH_MM, 0.99, STEADY_FINAL))
-        publish(database, Event(A, 1.05, "confirm"))
-        publish(database, Event(A, 0.97, QUALIFYING))
-        publish(database, Event(B, 1.20, QUALIFYING))
-        assert found(database) == (A, 1.05, True)
-        publish(database, Event(A, 0.98, STEADY_FINAL))
-        assert found(database) == (TORCH_MM, 0.99, False)
-
-    def test_the_winner_of_a_final_race_that_is_slower_than_torch_is_no_record(
-        self, database: Database
-    ) -> None:
-        publish(database, Event(A, 0.98, "confirm"))
-        assert found(database) is None
-        assert [round(m.ratio, 2) for m in database.measurements(PROBLEM, FINGERPRINT)] == [0.98]
-        publish(database, Event(TORCH_MM, 0.97, SCREEN))
-        assert found(database) == (TORCH_MM, 0.97, False)
 
     def test_random_sequences(self, database: Database) -> None:
         @settings(SEQUENCES, max_examples=15)

@@ -19,7 +19,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, RESOURCES, measurement
-from tests.support.commands import here, process
+from tests.support.commands import printed as run
+from tests.support.commands import process
 from tests.support.processes import environment
 from tunegemm.cli import app
 from tunegemm.describe.problem import Problem
@@ -35,12 +36,6 @@ from tunegemm.store.shipped import read_shipped, write_records
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 SMALL = Problem.parse("64x64x64")
-
-
-def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
-    """Standard output and errors of a command that ends with that code, without a traceback."""
-    done = here(*arguments, code=code)
-    return done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tests.support.commands import printed as run
 from tests.support.stores import damage
-from tunegemm.cli.app import app
 from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL, leaders
@@ -22,17 +21,6 @@ from tunegemm.store.history import Change, changes, compare, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
 ROUNDS = 8
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "tuning.sqlite"
-
-
-@pytest.fixture
-def database(path: Path) -> Iterator[Database]:
-    with Database.open(path, create=True) as database:
-        yield database
 
 
 def raced(
@@ -60,12 +48,6 @@ class TestRecordsOverTime:
         ]  # fmt: skip
         assert [c.chosen_at for c in found] == sorted(c.chosen_at for c in found)
         assert database.records()[0].ratio == found[-1].ratio
-
-    def test_confirming_the_same_again_adds_nothing(self, database: Database) -> None:
-        row_id = database.confirm(PROBLEM, DEVICE, measurement(1.05))
-        for _ in range(2):
-            database.confirm(PROBLEM, DEVICE, measurement(1.05), stored_as=row_id)
-        assert len(database.history(PROBLEM)) == 1
 
     def test_a_record_of_older_sources_yields_to_a_search_but_a_confirmed_one_does_not(
         self, database: Database, monkeypatch: pytest.MonkeyPatch
@@ -117,13 +99,6 @@ class TestSeeds:
         found = related(database.records(), fused, FINGERPRINT)
         assert found == [candidates[name] for name in ("itself", "plain", "relu", "half", "h100")]
 
-    def test_a_final_race_counts_more_than_a_lucky_screen(self, database: Database) -> None:
-        database.publish(PROBLEM, DEVICE, measurement(1.9, OTHER))
-        database.publish(PROBLEM, DEVICE, measurement(1.5))
-        database.publish(PROBLEM, DEVICE, measurement(1.1), method="race")
-        found = leaders(database.measurements(PROBLEM))
-        assert [(e.candidate, round(e.measurement.ratio, 1)) for e in found] == [(KERNEL, 1.1), (OTHER, 1.9)]
-
     def test_what_had_the_chip_to_itself_counts_more_than_a_race_at_shared_clocks(
         self, database: Database
     ) -> None:
@@ -142,28 +117,6 @@ class TestSeeds:
 class TestChanges:
     def changes(self, database: Database) -> list[Change | None]:
         return changes(database.history(PROBLEM, samples=True))
-
-    @pytest.mark.parametrize(
-        ("after", "facts", "verdict", "by"),
-        [
-            (raced(1.15), {"driver": "580.200"}, "same", "ratio"),
-            (raced(1.152), {"driver": "580.200"}, "same", "ratio"),  # 0.2 %: within the noise
-            (raced(1.09), {"driver": "580.200"}, "slower", "ratio"),
-            (raced(1.20), {"driver": "580.200"}, "faster", "ratio"),
-            (raced(1.12, noise=0.05), {"driver": "580.200"}, "same", "ratio"),  # a noisy interleave
-            (raced(1.15, scale=1.1), {"driver": "580.200"}, "same", "ratio"),  # a slower chip, not kernel
-            (raced(1.09), {"torch": "2.12.0"}, "slower", "time"),
-            (raced(1.035, scale=0.9), {"torch": "2.12.0"}, "same", "time"),  # torch.mm got faster, we did not
-        ],
-    )  # fmt: skip
-    def test_verdicts(
-        self, database: Database, after: Measurement, facts: Any, verdict: str, by: str
-    ) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.15), label="before")
-        device = under(**facts)
-        database.confirm(PROBLEM, device, after, label="after")
-        first, found = self.changes(database)
-        assert first is None and found is not None and (found.verdict, found.by) == (verdict, by)
 
     def test_each_is_compared_with_the_one_before(self, database: Database) -> None:
         for ratio, kernel in ((1.05, KERNEL), (1.01, OTHER), (1.08, KERNEL)):
@@ -184,66 +137,37 @@ class TestChanges:
         assert found is not None and found.verdict == "slower"
         assert found.change == pytest.approx(0.04, abs=0.005)
 
-    def test_other_devices_are_not_compared_with_each_other(self, database: Database) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.05))
-        other = under(device_name="NVIDIA H100 NVL")
-        database.confirm(PROBLEM, other, raced(1.01))
-        assert self.changes(database) == [None, None]
-
-    def test_a_search_alone_gives_no_verdict(self, database: Database) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.05))
-        database.publish(PROBLEM, under(driver="580.200"), raced(1.01))
-        assert self.changes(database) == [None, None]
-
 
 class TestCommands:
-    def run(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            app(list(arguments), prog_name="tunegemm")
-        output = capsys.readouterr()
-        return int(caught.value.code or 0), output.out, output.err
+    SHAPE = ("--shape", "4096x4096x4096")
 
-    def test_history(self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.05), label="pp128x256")
-        code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path))
-        assert code == 0 and "pp128x256" in out and FINGERPRINT.digest in out
-        code, out, _ = self.run(capsys, "history", "--shape", "4096x4096x4096", "--db", str(path), "--json")
-        assert [one["label"] for one in json.loads(out)] == ["pp128x256"]
-        code, _, err = self.run(capsys, "history", "--shape", "8x8x8", "--db", str(path))
-        assert code == 2 and err.count("\n") == 1 and "no record of 8x8x8" in err
-
-    def test_history_says_what_got_slower(
-        self, database: Database, path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        database.confirm(PROBLEM, DEVICE, raced(1.15))
+    def test_history(self, database: Database, path: Path) -> None:
+        database.confirm(PROBLEM, DEVICE, raced(1.15), label="pp128x256")
+        out, _ = run("history", *self.SHAPE, "--db", path)
+        assert "pp128x256" in out and FINGERPRINT.digest in out
         database.confirm(PROBLEM, under(driver="580.200"), raced(1.05))
-        arguments = ("history", "--shape", "4096x4096x4096", "--db", str(path))
-        code, out, _ = self.run(capsys, *arguments)
-        assert code == 0 and out.rstrip().endswith("]  slower (+9.5 % by ratio)")
-        code, out, _ = self.run(capsys, *arguments, "--json")
-        first, second = (one["change"] for one in json.loads(out))
-        assert first is None and second["verdict"] == "slower"
+        assert run("history", *self.SHAPE, "--db", path)[0].rstrip().endswith("]  slower (+9.5 % by ratio)")
+        first, second = json.loads(run("history", *self.SHAPE, "--db", path, "--json")[0])
+        assert first["label"] == "pp128x256" and first["change"] is None
+        assert second["change"]["verdict"] == "slower"
+        _, err = run("history", "--shape", "8x8x8", "--db", path, code=2)
+        assert err.count("\n") == 1 and "no record of 8x8x8" in err
 
-    def test_exchange(
-        self, database: Database, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_exchange(self, database: Database, path: Path, tmp_path: Path) -> None:
         database.confirm(PROBLEM, DEVICE, raced(1.05))
-        export, other = str(tmp_path / "export.json"), str(tmp_path / "other.sqlite")
-        assert self.run(capsys, "db", "export", "--out", export, "--db", str(path))[0] == 0
-        code, out, _ = self.run(capsys, "db", "import", export, "--db", other)
-        assert code == 0 and "1 rows added, 0 known already, 0 left out" in out
-        into = str(tmp_path / "all.sqlite")
-        code, out, _ = self.run(capsys, "db", "merge", str(path), other, "--into", into)
-        assert code == 0 and "1 rows added, 1 known already" in out
-        code, out, _ = self.run(capsys, "db", "export", "--records", str(tmp_path / "records"), "--db", into)
-        assert code == 0 and (tmp_path / "records" / "NVIDIA-H200.json").exists()
-        assert self.run(capsys, "db", "layers")[0] == 0
+        export, other, into = (tmp_path / name for name in ("export.json", "other.sqlite", "all.sqlite"))
+        run("db", "export", "--out", export, "--db", path)
+        assert "1 rows added, 0 known already, 0 left out" in run("db", "import", export, "--db", other)[0]
+        assert "1 rows added, 1 known already" in run("db", "merge", path, other, "--into", into)[0]
+        run("db", "export", "--records", tmp_path / "records", "--db", into)
+        assert (tmp_path / "records" / "NVIDIA-H200.json").exists()
+        run("db", "layers")
         for arguments, named in (
             (("db", "export"), "needs --out FILE"),
-            (("db", "export", "--out", "/nowhere/x.json", "--db", str(path)), "choose another --out"),
+            (("db", "export", "--out", "/nowhere/x.json", "--db", path), "choose another --out"),
         ):
-            code, _, err = self.run(capsys, *arguments)
-            assert code == 2 and named in err and err.count("\n") == 1, err
+            _, err = run(*arguments, code=2)
+            assert named in err and err.count("\n") == 1, err
 
 
 def test_ones_own_measurement_of_the_library_counts_before_an_imported_one(tmp_path: Path) -> None:

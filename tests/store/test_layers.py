@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
+from tests.store.test_database import DEVICE, FINGERPRINT, PROBLEM, measurement
 from tunegemm.choose.snapshot import read_snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import cells_of
@@ -176,23 +176,9 @@ class TestShippedFiles:
             (path,) = write_records(latest_confirmed(database.records()), home / "records")
         return path
 
-    def test_a_record_reads_back(self, home: Path) -> None:
-        path = self.write(home)
-        assert path.name == "NVIDIA-H200.json"
-        records, problems = read_shipped(home / "records")
-        assert problems == []
-        assert [(record.problem, round(record.ratio, 3)) for record in records] == [
-            (SMALL, 1.3),
-            (PROBLEM, 1.1),
-        ]
-        first = records[0]
-        assert (first.candidate, first.fingerprint, first.layer) == (KERNEL, FINGERPRINT, "system")
-        assert (
-            first.confirmed and first.measured_at.utcoffset() is not None and len(first.kernel_source) == 16
-        )
-
     def test_a_file_is_text_with_a_line_per_record_and_its_bytes_are_its_records(self, home: Path) -> None:
         path = self.write(home)
+        assert path.name == "NVIDIA-H200.json"
         before = path.read_text()
         assert sum('"problem"' in line for line in before.splitlines()) == 2
         write_records(read_shipped(home / "records")[0], home / "again")

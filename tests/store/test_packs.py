@@ -17,12 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.commands import printed as run
 from tests.support.forks import Forks
 from tests.support.processes import environment
 from tunegemm.choose.snapshot import read_snapshot
-from tunegemm.cli import app
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.triton_object import read_object
 from tunegemm.describe.device import Fingerprint, find_device
@@ -72,12 +71,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr("tunegemm.store.shipped.data_path", lambda *_: tmp_path / "none")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-
-
-def run(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
-    result = CliRunner().invoke(app, [*map(str, arguments)])
-    assert result.exit_code == code, (result.stdout, result.stderr)
-    return result.stdout, result.stderr
 
 
 def test_the_same_records_give_the_same_bytes(made: packing.Packed, tmp_path: Path) -> None:
@@ -261,19 +254,12 @@ def test_a_cut_pack_is_refused(made: packing.Packed, home: Path) -> None:
         members = tar.getmembers()
     cut = home / "cut.pack"
     for member in members:
-        for end in (
-            member.offset,
-            member.offset + 100,
-            member.offset_data,
-            member.offset_data + member.size - 1,
-        ):
+        head, body = member.offset, member.offset_data
+        for end in (head, head + 100, body, body + member.size - 1):
             cut.write_bytes(content[:end])
-            words = (
-                r"not a pack"
-                if end < members[0].offset_data
-                else rf"(within|entry) {member.name}|the end is missing"
-            )
-            with pytest.raises(PackError, match=words):
+            is_cut_at_first = end < members[0].offset_data
+            named = "not a pack" if is_cut_at_first else rf"(within|entry) {member.name}|the end is missing"
+            with pytest.raises(PackError, match=named):
                 packs.install(cut)
     cut.write_bytes(b"no tar at all" * 100)
     with pytest.raises(PackError, match="not a pack"):

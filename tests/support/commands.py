@@ -40,6 +40,12 @@ def here(*arguments: str | Path, code: int | None = 0, cwd: Path | None = None) 
     return done
 
 
+def printed(*arguments: str | Path, code: int = 0) -> tuple[str, str]:
+    """Its standard output and errors."""
+    done = here(*arguments, code=code)
+    return done.stdout, done.stderr
+
+
 def process(*arguments: str | Path, code: int | None = 0, **options: Any) -> CompletedProcess[str]:
     """The same in a process of its own."""
     given = {"env": environment(), "capture_output": True, "text": True, "timeout": 170} | options

@@ -1,5 +1,6 @@
 """Child processes of tests: where they find modules, and how many of them compile at once."""
 
+import json
 import os
 import subprocess
 import sys
@@ -25,6 +26,14 @@ def run_interpreted(script: str) -> None:
         env=environment(TRITON_INTERPRET="1"),
     )
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def loaded_after(statement: str, *arguments: str) -> set[str]:
+    """Top-level and tunegemm modules in a fresh interpreter after a statement."""
+    code = f"{statement}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
+    command = [sys.executable, "-c", code, *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
+    return set(json.loads(run.stdout.splitlines()[-1]))
 
 
 def compile_workers() -> int:

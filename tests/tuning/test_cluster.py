@@ -149,6 +149,13 @@ def address(hosts: Hosts) -> str:
     return hosts.address
 
 
+@pytest.fixture
+def location(tmp_path: Path) -> str:
+    """An empty database."""
+    Database.open(path := tmp_path / "tuning.sqlite", create=True).close()
+    return str(path)
+
+
 def requests(problems: Sequence[Problem] = PROBLEMS, trials: int = 6) -> list[Request]:
     return [Request(problem, trials=trials) for problem in problems]
 
@@ -192,11 +199,13 @@ def test_a_worker_that_is_killed_costs_nothing(address: str, postgres: Postgres,
 
 
 def test_ctrl_c_keeps_what_was_measured_and_the_cluster(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    address: str,
+    location: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setattr(cluster, "STOP_S", 60.0)  # workers of a busy host take long; none is to be killed
-    location = str(tmp_path / "tuning.sqlite")
-    Database.open(location, create=True).close()
     begun = threading.Event()
     # A shell starts what it puts in the background with SIGINT ignored, these tests too.
     before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -220,10 +229,8 @@ def test_ctrl_c_keeps_what_was_measured_and_the_cluster(
 
 
 def test_a_worker_knows_what_it_takes_next_and_an_idle_one_takes_it_instead(
-    address: str, tmp_path: Path
+    address: str, location: str, tmp_path: Path
 ) -> None:
-    location = str(tmp_path / "tuning.sqlite")
-    Database.open(location, create=True).close()
     with cluster.connected(address), Pool(functools.partial(planted, tmp_path, location, slow=True)) as pool:
         results = list(pool.tune_all(requests()))
     assert sorted(result.problem for result in results) == sorted(PROBLEMS)
@@ -240,9 +247,7 @@ def test_a_worker_knows_what_it_takes_next_and_an_idle_one_takes_it_instead(
     assert set(measured(location).values()) == {1}
 
 
-def test_workers_that_die_and_gpus_that_go_away(address: str, tmp_path: Path) -> None:
-    location = str(tmp_path / "tuning.sqlite")
-    Database.open(location, create=True).close()
+def test_workers_that_die_and_gpus_that_go_away(address: str, location: str, tmp_path: Path) -> None:
     deadly = functools.partial(planted, tmp_path, location, deadly=True)
     with cluster.connected(address), Pool(deadly) as pool:
         results = {result.problem: result for result in pool.tune_all(requests(PROBLEMS[:3]))}
@@ -313,10 +318,8 @@ def test_the_command_on_hosts_whose_gpus_are_not_there(
     postgres.drop(location)
 
 
-def test_a_host_that_dies_is_done_without(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_that_dies_is_done_without(hosts: Hosts, location: str, tmp_path: Path) -> None:
     """The last test: afterwards the cluster has one host. The product of the other goes on on its GPU."""
-    location = str(tmp_path / "tuning.sqlite")
-    Database.open(location, create=True).close()
     lost: list[Problem] = []
 
     def on_progress(progress: Progress) -> None:

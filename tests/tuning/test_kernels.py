@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import loaded_after
 from tests.tuning.planted import DEVICE, PROBLEM, small_space
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import Ready
@@ -100,15 +100,11 @@ def test_families_that_lack_a_package_are_left_out_with_a_word_of_it(
 
 def test_kernels_are_found_without_torch() -> None:
     """Its import takes a tuning's first process a second and more."""
-    program = """
-import sys
-from tunegemm.describe.device import find_device
-from tunegemm.tuning.kernels import Kernels
-found = Kernels(find_device("model:h200"), None, None)
-print(len(found.families), "torch" in sys.modules)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout.split()[1] == "False", ran.stdout
+    program = (
+        "from tunegemm.describe.device import find_device; from tunegemm.tuning.kernels import Kernels\n"
+        "Kernels(find_device('model:h200'), None, None).families"
+    )
+    assert "torch" not in loaded_after(program)
 
 
 def test_one_name_stands_for_a_sequence_of_one() -> None:
