@@ -114,3 +114,14 @@ def test_what_torch_launches_counts(device: Device) -> None:
         for choice in (None, LibraryChoice(8, 64, 1, 4, 1), LibraryChoice(64, 64, 1, 1, 1))
     ]
     assert len(found) == ASKED and len({tuple(gains.forest(table)) for table in tables}) == 3
+
+
+def test_parts_of_a_gpu_and_other_gpus_are_not_predicted(device: Device) -> None:
+    part = replace(device, fingerprint=replace(device.fingerprint, mig="1g.18gb"))
+    for other in (part, find_device("model:a100-sxm-80gb"), device.with_sm_budget(60)):
+        assert not outlook(SERVED, other, lambda *_: "").options
+
+
+def test_a_policy_may_refuse_all(device: Device) -> None:
+    found = outlook(SERVED, device, lambda *_: "not that one")
+    assert not found.options and found.refusal.count("not that one") >= 1

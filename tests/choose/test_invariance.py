@@ -241,3 +241,14 @@ def test_a_kernel_that_only_computes_too_much_is_launched_all_the_same(device: D
     assert verdict.rule == "cluster_extent" and verdict.runs and not verdict
     with pytest.raises(Exception, match="not in the object store"):
         find_object(record, device)
+
+
+def test_few_rows_take_small_tiles_and_many_take_large_ones(device: Device) -> None:
+    for kind in KINDS:
+        rows = []
+        for m in (1, 8192):
+            chosen = select(
+                Snapshot(), Problem.parse(f"{m}x4096x4096", **kind), device, policy=POLICY
+            ).options[0]
+            rows.append(chosen.candidate["tile_m"] * chosen.candidate["tile_n"])
+        assert rows[0] <= 64 * 64 < 128 * 128 <= rows[1], kind

@@ -20,6 +20,7 @@ from tests.support.as_torch import (
     PAIRS,
     SECOND,
     TAKEN,
+    Outcome,
     StandIn,
     agree,
     check,
@@ -176,3 +177,19 @@ def test_negated_views_and_zeros_without_memory(kernel, place):
             tunegemm.matmul(a, b, out=lazy(out))
             torch.testing.assert_close(-out, torch.matmul(a, b), rtol=2e-2, atol=1e-1)
         tunegemm.disable()
+
+
+def test_a_gradient_that_is_a_negated_view(kernel):
+    a = torch.randn(32, 64).bfloat16()
+    w = torch.randn(48, 64).bfloat16()
+    grad = torch._neg_view(torch.randn(32, 48).bfloat16())
+    found = []
+    for call in (torch.matmul, tunegemm.matmul, enabled(torch.matmul)):
+        leaves = [a.clone().requires_grad_(), w.clone().requires_grad_()]
+        kernel.calls.clear()
+        result = call(leaves[0], leaves[1].t())
+        found.append(torch.autograd.grad(result, leaves, grad))
+        tunegemm.disable()
+        assert len(kernel.calls) == (0 if call is torch.matmul else 3)
+    for other in found[1:]:
+        assert not difference(Outcome(gradients=[*found[0]]), Outcome(gradients=[*other]), 2e-2)

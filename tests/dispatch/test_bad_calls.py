@@ -288,3 +288,11 @@ def test_a_misspelt_keyword_names_the_nearest(name: str, near: str) -> None:
 def test_what_is_no_tensor_and_not_traced_is_the_calls_own_error() -> None:
     with pytest.raises(TypeError, match="must be Tensor"):
         tunegemm.linear(tensor(8, 8), "x")  # type: ignore[arg-type]
+
+
+def test_a_fused_gradient_minds_the_bias():
+    """Of another dtype than the product: torch's error, not a sum of the two."""
+    x, weight = tensor(8, 8).requires_grad_(), tensor(8, 8)
+    for bias in (tensor(8, dtype=torch.float64), tensor(8, 8, dtype=torch.int8)):
+        given = x, weight, bias
+        agree(f"{bias.dtype}", partial(tunegemm.linear, *given), partial(functional.linear, *given))

@@ -528,3 +528,12 @@ def test_a_budget_is_spent_product_by_product(
     until(lambda: tuning.is_idle)
     assert given == given_s and len(waited) == waits
     assert said[:-1] == [""] * len(given) and said[-1].startswith("the budget for online tuning is spent")
+
+
+def test_several_wait_for_one_idle_moment(online: Callable[..., Serving]) -> None:
+    serving = online(0.96)
+    for number in (0, 1, 0):
+        assert serving.multiply(problem_of(number))
+    serving.rest()
+    assert serving.measured == [problem_of(0), problem_of(1)]
+    assert not serving.multiply(problem_of(0)) and not serving.multiply(problem_of(1))

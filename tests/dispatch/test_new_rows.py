@@ -15,6 +15,7 @@ from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import planning
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared
@@ -108,3 +109,13 @@ def test_code_for_any_rows_is_served_where_some_are_predicted() -> None:
 
     assert serves(3088, 16) and serves(3088, any_m=True) and not serves(3088)
     assert not serves(48, any_m=True), "there predictions end"
+
+
+def test_new_rows_of_linear_are_a_look_up_too(monkeypatch) -> None:
+    asked, named = [], planning.named
+    monkeypatch.setattr(planning, "named", lambda *call: asked.append(call) or named(*call))
+    served = dispatcher_of()
+    a, weight = torch.zeros(3002, 256, dtype=BF16), torch.zeros(400, 256, dtype=BF16)
+    for m in (3000, 3001, 3002):
+        served.linear(a[:m], weight)
+    assert len(asked) == 1

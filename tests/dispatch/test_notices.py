@@ -116,3 +116,15 @@ def test_errors_and_callers_by_their_names() -> None:
         "KeyError: 'x'", "Odd", "Odd: why", "bad", "no", "odd"
     ]  # fmt: skip
     assert (notices.who("matmul"), notices.who("")) == ("tunegemm.matmul", "tunegemm")
+
+
+def test_another_kind_of_product_is_another_warning(
+    serve: Callable[..., Dispatcher], said: list[warnings.WarningMessage]
+) -> None:
+    dispatcher = serve()
+    x, w = torch.ones(32, 64, dtype=BF16), torch.ones(48, 64, dtype=BF16)
+    for _ in range(2):
+        dispatcher.matmul(x, w.t())
+        dispatcher.linear(x, w, torch.ones(48, dtype=BF16))
+        dispatcher.matmul(x.half(), w.t().half())
+    assert len([one for one in said if one.category is TunegemmWarning]) == 3

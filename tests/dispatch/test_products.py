@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import suppress
 
 import pytest
 import torch
@@ -356,3 +357,57 @@ def test_subclasses_and_sparse_tensors_are_torchs(serve, kernel):
     sparse = a.float().to_sparse_csr()
     assert torch.equal(quietly(dispatcher.matmul, sparse, b.float()), torch.matmul(sparse, b.float()))
     assert not kernel.calls
+
+
+def test_out_is_written_by_the_kernel_and_returned(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    out = torch.full((32, 48), float("nan"), dtype=BF16)
+    version = out._version
+    assert quietly(dispatcher.matmul, a, b, out) is out
+    assert torch.equal(out, torch.matmul(a, b)) and len(kernel.calls) == 1
+    assert out._version > version  # autograd must notice that it was written
+
+
+def test_inference_tensors_as_out(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    with torch.inference_mode():
+        out = torch.zeros(32, 48, dtype=BF16)
+        assert torch.equal(quietly(dispatcher.matmul, a, b, out), torch.matmul(a, b))
+    assert len(kernel.calls) == 1
+    with pytest.raises(RuntimeError, match=r"[Ii]nference"):  # torch's own error
+        dispatcher.matmul(a, b, out)
+    assert len(kernel.calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_out_gives_torchs_error_or_resize(serve, kernel):
+    dispatcher = serve(Problem(32, 48, 64), Problem(32, 32, 32))
+    a, b = operands()
+    with pytest.raises(RuntimeError):
+        dispatcher.matmul(a, b, torch.zeros(32, 48))  # another dtype
+    assert dispatcher.matmul(a, b, torch.zeros(2, dtype=BF16)).shape == (
+        32,
+        48,
+    )  # torch resizes, with a warning
+    square, other = operands(32, 32, 32)
+    for shared in (square, other.t()):  # what then happens is torch's affair: an error, on some devices
+        with suppress(RuntimeError):
+            dispatcher.matmul(square, other, shared)
+    assert not kernel.calls
+    assert dispatcher.matmul(square, other, torch.zeros_like(square)) is not None
+    assert len(kernel.calls) == 1
+
+
+def test_grad_modes(serve, kernel):
+    """Gradients are in test_torch.py."""
+    dispatcher = serve(Problem(32, 48, 64))
+    a, b = operands()
+    weight = torch.nn.Parameter(b.t().contiguous())
+    assert dispatcher.linear(a, weight).requires_grad
+    with torch.no_grad():
+        assert not dispatcher.linear(a, weight).requires_grad
+    with torch.inference_mode():
+        dispatcher.linear(a, weight)
+    assert len(kernel.calls) == 3

@@ -15,13 +15,14 @@ from tests.support.serving import BF16, CANDIDATE, ByAddress, Kernel, Row, dispa
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.command import tune_command
+from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import TORCH, Prepared, is_torch
 from tunegemm.dispatch.planning import LOOK_SECONDS, Planner
-from tunegemm.errors import ArtifactError, TunegemmWarning
+from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.measure.outcome import Measurement
 
@@ -343,3 +344,22 @@ def test_a_forked_child_starts_anew(by_address):
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_unreadable_database_and_unknown_device_warn_once():
+    def broken():
+        raise DatabaseError("/nowhere/tunegemm.sqlite: no such database")
+
+    def unknown(spec):
+        raise DeviceError(f"{spec} is sm_75")
+
+    device = find_device("model:h200")
+    a, b = operands()
+    dispatcher = Dispatcher(Planner(device_type="cpu", read=broken, find=lambda _: device))
+    with pytest.warns(TunegemmWarning, match="no such database"):
+        assert torch.equal(dispatcher.matmul(a, b), torch.matmul(a, b))
+    dispatcher = Dispatcher(Planner(device_type="cpu", read=broken, find=unknown))
+    with pytest.warns(TunegemmWarning, match="sm_75") as caught:
+        dispatcher.matmul(a, b)
+        dispatcher.matmul(a[:16], b)
+    assert len(caught) == 1

@@ -28,7 +28,8 @@ from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.planning import READ_SECONDS
+from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.planning import READ_SECONDS, Planner
 from tunegemm.errors import TunegemmWarning
 from tunegemm.store import Database
 from tunegemm.store.layers import modified, read_records
@@ -409,3 +410,15 @@ def test_first_products_of_workers(method: str) -> None:
         Products(), num_workers=1, batch_size=None, multiprocessing_context=method
     )
     assert [tuple(each) for each in loader] == [(True, 1)] * 2
+
+
+def test_a_launch_that_fails_in_any_way_is_torchs(device):
+    def launch(*_: object) -> None:
+        raise AttributeError("no such symbol")
+
+    row = Row(Problem(32, 48, 64), device.fingerprint)
+    planner = Planner(
+        device_type="cpu", read=lambda: Snapshot([row]), find=lambda _: device,
+        prepare=lambda *_: Prepared(launch),
+    )  # fmt: skip
+    assert "failed to launch (no such symbol)" in in_time(Dispatcher(planner))[0]

@@ -238,3 +238,9 @@ def test_ranges_are_served_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         "; with silu's gate bf16 7168x64 at 33 to 64, 1024 to 8192 rows, "
         "51200x128 at 33 to 64, 512 to 8192 rows"
     )
+
+
+def test_what_fits_none_is_the_plain_product_and_its_gate_to_the_bit() -> None:
+    layer, _ = compiled(mlp)
+    x, weight = given(101), weight_of()
+    assert torch.equal(layer(x, weight), gated(functional.linear(x, weight)) + 1)

@@ -10,6 +10,7 @@ from torch.nn.functional import grouped_mm as torchs
 
 import tunegemm
 from tunegemm.dispatch import api
+from tunegemm.errors import ProblemError
 from tunegemm.groups import grouped
 from tunegemm.model.grouped import AlongKChoice, listed_along_k
 
@@ -103,3 +104,39 @@ def test_a_weights_gradient_is_served(along: Along) -> None:
     assert along.calls == [(4, N, M, 13)]
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_gradients_of_gradients_and_of_such_products_are_torchs(along: Along) -> None:
+    a, b = (each.requires_grad_() for each in operands())
+    found = []
+    for call in (tunegemm.grouped_mm, torch._grouped_mm):
+        result = call(a.t(), b, offs=ENDS)
+        found.append(torch.autograd.grad(result.float().square().sum(), (a, b)))
+    weights = torch.randn(4, N, M, dtype=BF16).requires_grad_()
+    for call in (tunegemm.grouped_mm, torch._grouped_mm):
+        result = call(a, weights.mT, offs=ENDS).float()
+        (of_w,) = torch.autograd.grad(result.pow(3).sum(), weights, create_graph=True)
+        found.append(torch.autograd.grad(of_w.float().sum(), (a, weights)))
+    for ours, theirs in (found[:2], found[2:]):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.allclose(mine.float(), other.float(), rtol=2e-2, atol=1e-1)
+    assert len(along.calls) == 1  # the last, of which nobody asked for gradients
+
+
+def test_compiled_code_has_the_gradient_as_an_operator(along: Along) -> None:
+    a, weights = operands()[0], torch.randn(4, N, M, dtype=BF16).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w: tunegemm.grouped_mm(x, w.mT, offs=ENDS) * 2, backend="aot_eager", fullgraph=True
+    )
+    compiled(a, weights).float().square().sum().backward()
+    assert along.calls == [(4, N, M, 13)] and weights.grad is not None
+
+
+def test_ends_are_checked_against_rows(along: Along, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNEGEMM_CHECK_GROUPS", "1")
+    api.refresh()
+    a, b = operands()
+    tunegemm.grouped_mm(a.t(), b, offs=ENDS)
+    with pytest.raises(ProblemError, match=r"offs\[3\] is 14, after 12 and with 13 rows"):
+        tunegemm.grouped_mm(a.t(), b, offs=ENDS + torch.tensor([0, 0, 0, 1], dtype=torch.int32))

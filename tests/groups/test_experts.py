@@ -339,3 +339,16 @@ def test_a_gate_of_a_models_own_is_called() -> None:
     other = type("Other", (type(module),), {"_apply_gate": lambda self, both: both[..., ::2].clamp(max=7.0)})
     module.__class__ = other
     assert ours.activation_of(module, default) == module._apply_gate
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_code_leaves_out_experts_of_other_processes(grad: bool) -> None:
+    given = layer(dtype=torch.bfloat16)
+    given["index"][::3, 0] = -1
+    given["index"][1] = EXPERTS
+    expected = by_loops(**given)
+    given["x"].requires_grad_(grad)
+    torch._dynamo.reset()
+    compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
+    result = compiled(**given, elsewhere=True)
+    torch.testing.assert_close(result.float(), expected, rtol=5e-2, atol=3e-2)

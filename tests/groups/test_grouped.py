@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import grouped_mm as torchs
+from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
 from tests.support.grouped import DTYPES, Loops
@@ -30,6 +32,27 @@ from tunegemm.torch import takeover
 BF16 = torch.bfloat16
 GROUPS, N, K = 4, 48, 64
 SIZES = (3, 0, 9, 1)
+
+
+def unfit() -> dict[str, tuple[Any, ...]]:
+    a, b, offs = operands()
+    narrow = torch.randn(GROUPS, 12, K, dtype=BF16).mT
+    batch = torch.randn(GROUPS, 3, K, dtype=BF16)
+    same = torch.randn(1, N, K, dtype=BF16).expand(GROUPS, N, K).mT
+    return {
+        "n no multiple of 8": (a, narrow, offs),
+        "a by columns": (torch.randn(K, 16, dtype=BF16).t(), b, offs),
+        "a batch": (batch, b, None),
+        "groups along k": (torch.randn(16, 13, dtype=BF16).t().contiguous().t(), None, offs),
+        "one weight for all": (a, same, offs),
+        "fp32": (a.float(), b.float(), offs),
+        "no rows": (a[:0], b, torch.zeros(GROUPS, dtype=torch.int32)),
+    }
+
+
+def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """The same values, so many elements behind an aligned address."""
+    return torch.empty(tensor.numel() + by).to(tensor.dtype)[by:].view(tensor.shape).copy_(tensor)
 
 
 def operands(rows: int = sum(SIZES)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -477,3 +500,91 @@ def test_what_is_wrong_with_a_bias() -> None:
             grouped.wrong_bias(a, b, torch.empty(shape)) == f"bias has shape {shape}; give (16,) or (3, 16)"
         )
     assert "bias is on meta, a on cpu" in grouped.wrong_bias(a, b, torch.empty(16, device="meta"))
+
+
+def test_a_bias_is_for_all_groups_or_of_each(loops: Loops) -> None:
+    a, b, offs = operands()
+    each = torch.randn(GROUPS, N, dtype=BF16)
+    ends = [0, *offs.tolist()]
+    for bias in (each, each[0]):
+        expected = torch.cat(
+            [
+                a[first:end].float() @ b[g].float() + (bias[g] if bias.ndim == 2 else bias).float()
+                for g, (first, end) in enumerate(pairwise(ends))
+            ]
+        )
+        for ours in (a, a.float().to(BF16).requires_grad_()):  # by a kernel, and by torch's operations
+            result = tunegemm.grouped_mm(ours, b, offs=offs, bias=bias)
+            assert torch.allclose(result.float(), expected, rtol=2e-2, atol=6e-2)
+    assert len(loops.calls) == 4  # that with gradients adds the bias itself
+
+
+@pytest.mark.parametrize("name", unfit())
+def test_what_does_not_fit_is_torchs(loops: Loops, name: str) -> None:
+    a, b, offs = unfit()[name]
+    if b is None:  # grouped along k, as gradients of weights are
+        a, b = torch.randn(13, 16, dtype=BF16).t(), torch.randn(13, 24, dtype=BF16)
+    try:
+        expected = torchs(a, b, offs=offs)
+    except (RuntimeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            tunegemm.grouped_mm(a, b, offs=offs)
+    else:
+        result = tunegemm.grouped_mm(a, b, offs=offs)
+        assert torch.equal(result[:13], expected[:13]) and result.stride() == expected.stride()
+    assert loops.calls == []
+
+
+@pytest.mark.parametrize("by", [1, 4, 8])
+@pytest.mark.parametrize("which", ["a", "weights"])
+def test_operands_at_addresses_that_kernels_do_not_take_are_torchs(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, which: str, by: int
+) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, offs = operands()
+    expected = torchs(a, b, offs=offs)
+    tunegemm.grouped_mm(a, b, offs=offs)  # a plan of operands that are laid out alike
+    if which == "a":
+        a = shifted(a, by)
+    else:
+        b = shifted(b.mT, by).mT
+    loops.calls.clear()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), expected)
+    with takeover.begin():
+        assert torch.equal(torchs(a, b, offs=offs), expected)
+    gated = grouped.groups(a, b, offs, None, "swiglu")
+    assert (gated is not None) == (by == 8)
+    assert len(loops.calls) == (3 if by == 8 else 0)
+
+
+def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
+    a, b, offs = operands()
+    call = lambda: tunegemm.grouped_mm(a, b, offs=offs)  # noqa: E731
+    torch.use_deterministic_algorithms(True)
+    try:
+        call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with FlopCounterMode(display=False):  # a dispatch mode
+        call()
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = tunegemm.grouped_mm(*map(mode.from_tensor, (a, b)), offs=mode.from_tensor(offs))
+        assert fake.shape == (13, N)
+    mapped = torch.vmap(lambda x: tunegemm.grouped_mm(x, b, offs=offs))(torch.stack((a, a)))
+    assert torch.equal(mapped[1], torchs(a, b, offs=offs))
+    assert loops.calls == []
+    call()
+    assert len(loops.calls) == 1
+
+
+def test_off_means_off(loops: Loops, monkeypatch: pytest.MonkeyPatch, serve) -> None:
+    monkeypatch.setenv("TUNEGEMM_MODE", "off")
+    api.serve_by(serve())
+    a, b, offs = operands()
+    assert torch.equal(tunegemm.grouped_mm(a, b, offs=offs), torchs(a, b, offs=offs)) and not loops.calls
+
+
+def test_no_tensor_is_torchs_error(loops: Loops) -> None:
+    _, b, offs = operands()
+    with pytest.raises(TypeError):
+        tunegemm.grouped_mm(3, b, offs=offs)  # type: ignore[arg-type]

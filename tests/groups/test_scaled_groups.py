@@ -240,3 +240,11 @@ def test_ends_of_block_scales_are_cut_at_the_rows_or_checked(monkeypatch: pytest
         tunegemm.scaled_grouped_mm(**beyond)
     monkeypatch.delenv("TUNEGEMM_CHECK_GROUPS")
     tunegemm.refresh()
+
+
+def test_block_scales_are_traced_in_one_graph() -> None:
+    words = of_blocks()
+    compiled = torch.compile(
+        lambda **given: tunegemm.scaled_grouped_mm(**given), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(**words), tunegemm.scaled_grouped_mm(**words))

@@ -434,3 +434,14 @@ def test_checkpointing_and_pickled_state() -> None:
     checkpoint(other, x, use_reentrant=False).sum().backward()
     assert first is not None and x.grad is not None
     close(first, x.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_limit_of_recompiling_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = made(Own(lambda m, x, scale: m.c(x) * scale))
+    run = compiled(model, dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING):
+        for rows in range(2, 8):
+            x = given(rows)
+            close(run(x, 1.0), model(x, 1.0))
+    assert any("recompile_limit" in message for message in caplog.messages)

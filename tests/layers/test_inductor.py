@@ -15,7 +15,7 @@ import tunegemm
 from tests.support.forks import Forks
 from tests.support.fusing import close
 from tests.support.gates import Kernels
-from tests.support.layers import MLP, given, made
+from tests.support.layers import MLP, Layer, given, made
 from tunegemm.dispatch import extension
 from tunegemm.layers import graph_pass
 from tunegemm.layers.graph_pass import Fusion
@@ -114,3 +114,13 @@ def test_inductor_is_not_imported_for_it(forks: Forks) -> None:
     )
     done = forks.run(program, env=os.environ)
     assert done.stdout.split() == ["Fusion"], done.stderr
+
+
+def test_a_layer_is_right_for_any_number_of_rows(kernels: Kernels) -> None:
+    model = made(Layer())
+    with torch.no_grad(), tunegemm.enable():
+        run = torch.compile(model, dynamic=True)
+        for rows in (3, 9, 40):
+            x = given(1, rows)
+            close(run(x), model(x))
+    assert kernels.gates and kernels.calls

@@ -334,3 +334,13 @@ def test_compiled_and_fused_are_the_same(kernels: Kernels) -> None:
     model, x = fused(made(MLP())), given()
     with torch.no_grad():
         close(torch.compile(model, backend="eager", fullgraph=True)(x), made(MLP())(x))
+
+
+def test_a_model_of_transformers_is_fused(kernels: Kernels) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    make = functools.partial(LlamaMLP, LlamaConfig(hidden_size=64, intermediate_size=96))
+    with torch.no_grad():
+        close(fused(made(make()))(given()), made(make())(given()))
+    assert len(kernels.gates) == 1

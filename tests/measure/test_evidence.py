@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import Evidence, best_of_each, choose, leaders, rank, standing
+from tunegemm.measure.outcome import Measurement
+from tunegemm.measure.statistics import beats
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,10 @@ def test_what_is_here_current_and_better_proven_comes_first() -> None:
     assert rank(Result(1, 1.1, Evidence.RACE, False, False)) > rank(
         Result(2, 1.0, Evidence.RACE, False, False)
     )
+
+
+def test_rounds_that_did_not_choose_the_winner_must_not_take_it_back() -> None:
+    samples, baseline = (90.0, 90.0, 90.0, 90.0, 101.0, 101.0), (100.0,) * 6
+    lucky = Measurement(Candidate.make("cute_sm90", {}), samples, baseline, 0.0, 0.0, {})
+    assert not beats(lucky, None)
+    assert beats(Measurement(lucky.candidate, (*samples[:4], 100.0, 100.0), baseline, 0.0, 0.0, {}), None)

@@ -114,3 +114,11 @@ def test_fp8_sums_of_a_long_k_may_be_less_exact(in_dtype: str) -> None:
     assert data.tolerance(short) < data.tolerance(long) < 0.05
     promoted = Problem.parse("64x64x16384", dtype=in_dtype, out_dtype="fp32", accumulation="two_level")
     assert data.tolerance(promoted) == data.tolerance(short)
+
+
+def test_fp32_output_that_went_through_bf16_is_wrong() -> None:
+    problem = Problem(64, 64, 64, out_dtype="fp32")
+    operands = data.make_operands(problem, CPU, 0)
+    expected = data.reference(operands.a, operands.b)
+    operands.out.copy_(expected.bfloat16())
+    assert "relative error" in str(data.check(operands, expected).objection(data.tolerance(problem)))

@@ -226,3 +226,12 @@ def test_the_fastest_of_a_family_come_first(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ReplayDevice, "sweep", lambda *_: sweep)
     assert [each["tile_m"] for each in replay.fastest_first(PROBLEM, "a")] == [3, 1]
     assert [each.family for each in replay.discover(PROBLEM)] == ["library"]
+
+
+def test_every_shipped_sweep_can_be_read() -> None:
+    for replay in map(open_replay, replay_names()):
+        assert replay.problems()
+        for problem in replay.problems():
+            assert any(
+                isinstance(outcome, Measurement) for outcome in replay.sweep(problem).outcomes.values()
+            )

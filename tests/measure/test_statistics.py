@@ -213,3 +213,13 @@ def test_what_equals_the_margin_does_not_beat_torch(noise: float, margin: float)
     assert border == pytest.approx(1 + margin)
     assert not beats(of(border, 1.5), None) and beats(of(border + 1e-9, 1.5), None)
     assert beats(of(1.5, 1.0), None) and not beats(of(1.5, 1.0 - 1e-9), None)
+
+
+def test_tie_compares_ratios_across_interleaves() -> None:
+    slow_clock = measured(library(0), 110.0, baseline_us=110.0)
+    assert tie(slow_clock, measured(library(1), 100.0, baseline_us=100.0))
+
+
+def test_winner_is_the_fastest_when_it_is_clear() -> None:
+    fast, slow = measured(library(1 << 25), 90.0, 0.01), measured(TORCH_MM, 100.0, 0.01)
+    assert winner(PROBLEM, [slow, fast]) is fast is winner(PROBLEM, [fast, slow])

@@ -322,3 +322,12 @@ def test_no_child_outlives_its_parent(how: signal.Signals, tmp_path: Path) -> No
     until(lambda: not alive(child), seconds=10)
     if how == signal.SIGINT:
         assert b"KeyboardInterrupt" in errors
+
+
+def test_slow_candidates_drop_out_with_the_samples_they_have(worker: MeasureWorker) -> None:
+    settings = RaceSettings(rounds=8, min_replay_ms=0.05, race_after=2, race_margin=0.5)
+    outcomes = {o.candidate: o for o in worker.measure(PROBLEM, [planted("good"), planted("slow")], settings)}
+    slow = outcomes[planted("slow").candidate]
+    assert isinstance(slow, Measurement)
+    assert 2 <= len(slow.samples_us) == len(slow.baseline_us) <= 4
+    assert slow.ratio < 0.5

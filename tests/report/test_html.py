@@ -103,6 +103,8 @@ class TestRecording:
         one = from_recording(open_replay("h200"), shapes=[SHAPES[1]])
         assert [details.problem.shape for details in one.details] == [SHAPES[1]]
         assert one.measurements == 2509
+        with pytest.raises(TunegemmError, match=r"replay:h200 has no record of 1x2x3; it has 128x7168x16384"):
+            from_recording(open_replay("h200"), shapes=["1x2x3"])
 
 
 class TestDatabase:
@@ -153,6 +155,20 @@ class TestDatabase:
             assert len(one.winners) == 2
             assert "1 further shapes: select them with --shape" in text_of(report(one))
             assert from_database(database, detailed=0).details == ()
+
+    @pytest.mark.parametrize(
+        ("choice", "message"),
+        [
+            ({"device": "A100"}, "device 'A100' was never measured here; use one of NVIDIA H200"),
+            ({"shapes": ["8x8x8"]}, "has no record of 8x8x8; it has 128x7168x16384, 8448x9216x256"),
+        ],
+    )
+    def test_what_is_not_there_is_named(self, path: Path, choice: dict[str, object], message: str) -> None:
+        with (
+            Database.open(path, read_only=True) as database,
+            pytest.raises(TunegemmError, match=f"{message}$"),
+        ):
+            from_database(database, **choice)  # type: ignore[arg-type]
 
     def test_an_empty_database(self, tmp_path: Path) -> None:
         with (

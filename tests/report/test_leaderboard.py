@@ -230,6 +230,28 @@ class TestRendering:
         assert all(figure in rows[0] for figure in ("n128", "191.0", "719.8", "1.050", "72.7"))
         assert rows[0].endswith("│")
 
+    @pytest.mark.parametrize(("width", "missing"), [(80, 4), (120, 0), (160, 0)])
+    def test_candidates_stay_on_a_line_in_any_usual_terminal(self, width: int, missing: int) -> None:
+        from rich.console import Console
+
+        outcomes = [measurement(1.05, 128), measurement(1.02, 64)]
+        names = {
+            o.candidate.digest: f"pp128x{o.candidate['tile_n']:03}x128 s12 c2x2 e16 rm w8 all"
+            for o in outcomes
+        }
+        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, names)
+        text = io.StringIO()
+        Console(file=text, width=width).print(board.table(width=width))
+        lines = text.getvalue().splitlines()
+        for name, ratio in zip(names.values(), ("1.050", "1.020"), strict=True):
+            assert any(name in line and ratio in line for line in lines)
+        assert max(len(line.rstrip()) for line in lines) <= width
+        everything = board.table()
+        assert len(everything.columns) - len(board.table(width=width).columns) == missing
+        headers = [column.header for column in everything.columns]
+        assert headers[:3] == ["rank", "ratio to torch.mm", "candidate"], "the ratio leads"
+        assert "device" not in headers, "the title names the one there is"
+
     def test_labels_with_markup_stay_text(self) -> None:
         outcome = measurement(1.05, 128)
         board = Leaderboard.from_outcomes(

@@ -336,3 +336,34 @@ def run_to_end(search: Search) -> list[Candidate]:
         for candidate in batch:
             search.tell(candidate, truth(candidate))
     return asked
+
+
+def test_the_same_values_give_the_same_asks() -> None:
+    def asked() -> list[Candidate]:
+        return run(search_of(shuffled(1), LAUNCHES, effort="full", trials=108))
+
+    assert asked() == asked()
+
+
+@pytest.mark.parametrize(("effort", "trials"), [("quick", 32), ("full", 108)])
+def test_failures_teach_and_are_not_asked_again(effort, trials) -> None:
+    """All of one tile fails: the budget is still spent, and nothing failed is a finalist."""
+    search = search_of(kernels(), LAUNCHES, effort=effort, trials=trials)
+    asked = run(search, lambda c: None if c["tile_m"] == 128 else truth(c))
+    assert len(asked) == len(set(asked)) == trials
+    assert all(candidate["tile_m"] != 128 for candidate in search.finalists(trials))
+
+
+def test_a_small_space_is_exhausted_without_repeats() -> None:
+    ranked = kernels()[:3]
+    asked = run(search_of(ranked, LAUNCHES, trials=1000))
+    assert len(asked) == len(set(asked))
+    assert set(ranked) <= set(asked) and len(asked) >= 2 * GRID
+
+
+@pytest.mark.parametrize("trials", [1, 10, 5000])
+def test_exhaustive_with_trials_stops_there(trials) -> None:
+    ranked = kernels()
+    assert len(run(search_of(ranked, LAUNCHES, effort="exhaustive", trials=trials), count=512)) == min(
+        trials, len(ranked) + 8 * (GRID - 1)
+    )

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear as torch_linear
 
 import tunegemm
-from tests.support.fusing import serve_recorded
+from tests.support.fusing import Recorded, serve_recorded
 from tests.support.serving import (
     BF16,
     CANDIDATE,
@@ -26,12 +27,13 @@ from tests.support.serving import (
     calls_of,
     dispatcher_of,
     operands,
+    serve_with,
     uncached,
 )
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
-from tunegemm.dispatch.launchers import Prepared
+from tunegemm.dispatch.launchers import TORCH, Prepared
 from tunegemm.errors import TunegemmWarning
 from tunegemm.torch import ops, takeover
 
@@ -525,3 +527,63 @@ def test_compiled_code_is_kept_by_the_records_that_decided(kernel):
         assert run(1.1) == [1, 1, 1], "all as before"
         assert run(1.2) == [1, 0, 1], "another record, the same decision: Inductor's part is kept"
         assert run(1.001) == [0, 0, 1], "not worth it: the code of before the record"
+
+
+def test_second_derivatives_are_dispatched(kernel):
+    a, b = operands()
+    a.requires_grad_()
+    (first,) = torch.autograd.grad(tunegemm.matmul(a, b).pow(2).sum(), a, create_graph=True)
+    count = len(kernel.calls)
+    (second,) = torch.autograd.grad(first.sum(), a)
+    (expected,) = torch.autograd.grad(torch.matmul(a, b).pow(2).sum(), a, create_graph=True)
+    assert torch.equal(second, torch.autograd.grad(expected.sum(), a)[0])
+    assert len(kernel.calls) > count
+
+
+def test_deterministic_gradients_are_torchs(kernel):
+    a, b = operands()
+    a.requires_grad_()
+    torch.use_deterministic_algorithms(True)
+    try:
+        tunegemm.matmul(a, b).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not kernel.calls
+
+
+def test_one_graph_serves_every_size(kernel):
+    b = operands()[1]
+    counter = CompileCounter()
+    compiled = torch.compile(
+        lambda x: tunegemm.linear(x, b.t()) + 1, backend=counter, fullgraph=True, dynamic=True
+    )
+    for m in (2, 7, 32):
+        x = operands(m)[0]
+        assert torch.equal(compiled(x), torch.matmul(x, b) + 1)
+    assert [call[0] for call in kernel.calls] == [(2, 64), (7, 64), (32, 64)]
+    assert counter.frame_count == 1
+
+
+def test_a_miss_under_enable_is_torchs_own_kernel(kernel, monkeypatch):
+    """Nothing recurses where dispatch falls back to torch."""
+    serve_with(monkeypatch, dispatcher_of(Recorded(), TORCH))
+    a, b = operands()
+    a.requires_grad_()
+    with tunegemm.enable():
+        tunegemm.matmul(a, b).sum().backward()
+        torch.mm(a, b).sum().backward()
+    assert not kernel.calls
+
+
+def test_a_patched_model_trains_and_compiles(kernel):
+    layers = model()[:3]
+    x = operands()[0]
+    before = torch.compile(layers, backend="aot_eager", fullgraph=True)
+    expected = before(x)
+    tunegemm.patch(layers)
+    if torch.__version__ < "2.13":  # 2.11 does not guard on the class of torch's own modules
+        torch._dynamo.reset()
+    assert torch.equal(before(x), expected)
+    assert len(kernel.calls) == 2
+    before(x).float().sum().backward()
+    assert layers[0].weight.grad is not None and len(kernel.calls) == 2 + 2 + 3

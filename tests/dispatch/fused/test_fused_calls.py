@@ -324,3 +324,16 @@ def test_outputs(serve, kernel):
     assert len(kernel.calls) == 1
     with pytest.raises(RuntimeError, match="out is"):
         tunegemm.matmul(x, weight.t(), out=out[:5], activation="relu")
+
+
+def test_output_dtypes(serve, kernel):
+    snapshot = serve()
+    a, b = operands()
+    wide = a.float() @ b.float()
+    assert torch.equal(tunegemm.matmul(a, b, out_dtype=torch.float32), wide)
+    close(tunegemm.matmul(a, b, out_dtype=torch.float32, bias=torch.ones(48)), wide + 1)
+    small, other = a.to(torch.int8), b.t().contiguous().to(torch.int8).t()
+    assert torch.equal(tunegemm.matmul(small, other, out_dtype=torch.int32), wide.int())
+    assert [problem.out_dtype for problem in snapshot.asked] == ["fp32", "fp32", "int32"]
+    assert len(kernel.calls) == 3
+    assert tunegemm.matmul(a, b, out_dtype=BF16).dtype == BF16

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import tunegemm
 from tests.support.fusing import FP8, bent, close, layer
-from tests.support.serving import BF16, calls_of
+from tests.support.serving import BF16, calls_of, operands
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmWarning
 
@@ -316,3 +316,58 @@ def test_enable_serves_what_adds_and_scales(serve, kernel):
         assert len(kernel.calls) == 1
         way()
         assert len(kernel.calls) == 1
+
+
+def test_gradients_in_double_precision():
+    """Of what torch computes where there is no kernel; the products of the backward pass: test_torch.py."""
+    x, w = torch.randn(3, 4, dtype=torch.double), torch.randn(6, 4, dtype=torch.double)
+    bias, residual = torch.randn(6, dtype=torch.double), torch.randn(3, 6, dtype=torch.double)
+    everything = [tensor.requires_grad_() for tensor in (x, w, bias, residual)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        assert torch.autograd.gradcheck(
+            lambda *given: tunegemm.linear(*given[:3], "silu", given[3]), everything
+        )
+        assert torch.autograd.gradcheck(lambda *given: tunegemm.gated_linear(*given), everything[:3])
+
+
+def test_gradients_of_a_bias_twice(serve, kernel):
+    from tunegemm.dispatch.autograd import differentiably
+
+    def compute(a, b, bias):
+        return torch.matmul(a, b) + bias
+
+    given = [torch.randn(shape, dtype=torch.double, requires_grad=True) for shape in ((3, 4), (4, 5), (5,))]
+
+    def call(a, b, bias):
+        return differentiably(torch.matmul, a, b, False, bias, compute)
+
+    assert torch.autograd.gradcheck(call, given)
+    assert torch.autograd.gradgradcheck(call, given)
+
+
+def test_inductors_code_calls_us_and_not_torchs_dispatcher(serve, kernel):
+    serve()
+    x, weight, bias, skip = layer()
+    compiled = torch.compile(
+        lambda x: tunegemm.linear(tunegemm.gated_linear(x, weight), weight[:, :24].contiguous(), bias) + skip,
+        fullgraph=True,
+    )
+    with torch.no_grad():
+        expected, (code,) = torch._inductor.utils.run_and_get_code(compiled, x)
+        kernel.calls.clear()  # that ran under a mode, where products are torch's
+        close(expected, compiled(x))
+    assert code.count("extern_kernels.tunegemm_product_and_more(") == 2
+    assert "torch.ops.tunegemm.fused.default(" not in code and len(kernel.calls) == 2
+
+
+def test_a_graph_of_symbolic_rows_keeps_the_operator_where_any_rows_are_recorded(serve, kernel):
+    serve(*(Problem(m, 48, 64, epilogue="bias_n") for m in (7, 32)))
+    _, weight, bias, _ = layer()
+    compiled = torch.compile(
+        lambda x: tunegemm.linear(x, weight, bias), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for m in (7, 32):
+        x = operands(m)[0]
+        close(compiled(x), functional.linear(x, weight, bias))
+    assert [call[0] for call in kernel.calls] == [(7, 64), (32, 64)]
