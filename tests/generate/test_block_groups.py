@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,28 @@ def test_it_compiles_without_warnings(config: BlockGroupConfig, tmp_path: Path) 
     report = block_groups.FAMILY.compile(block_groups.kernel_key(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert config.smem_bytes <= report.smem_bytes <= SMEM_LIMIT
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda each: each.label)
+def test_warpgroups_and_subtiles_divide_a_tile(config: BlockGroupConfig) -> None:
+    values = config.tile_m * config.tile_n
+    assert config.few != config.many and (config.columns, config.rows) == (config.tile_m, config.tile_n)
+    rows, columns = (config.rows, config.columns) if config.many else (config.columns, config.rows)
+    assert (config.wgmma_rows, config.wgmma_columns) == (rows, columns)
+    assert config.tile_warpgroups * config.atoms_per_warpgroup * 64 == rows
+    assert config.accumulator_registers * config.tile_warpgroups * 128 == values
+    width = config.epi_n if config.many else 64
+    assert config.subtiles * config.tile_warpgroups * config.staged_rows * width == values
+    assert config.pitch == width + 8 and config.subtile_bytes == 2 * config.pitch * config.staged_rows
+
+
+def test_labels_tell_kernels_apart() -> None:
+    assert [each.label for each in CONFIGS] == [
+        "64x16x128 s12 e16 p2", "128x16x128 s11 e16 p2", "128x32x128 s10 e32 p2",
+        "128x128x128 s5 e64 p2 c2 many",
+    ]  # fmt: skip
+    wide = dataclasses.replace(CONFIGS[-1], tile_n=256)
+    assert (wide.tile_warpgroups, wide.atoms_per_warpgroup) == (2, 2)
 
 
 def operands(**changes: Any) -> list[Any]:
