@@ -371,3 +371,16 @@ def test_a_graph_of_symbolic_rows_keeps_the_operator_where_any_rows_are_recorded
         x = operands(m)[0]
         close(compiled(x), functional.linear(x, weight, bias))
     assert [call[0] for call in kernel.calls] == [(7, 64), (32, 64)]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_operator_whose_gradient_nobody_wants_is_one_launch(serve, kernel, grad):
+    """With gradients on of operands that want none, and off of a weight that would."""
+    serve()
+    x, weight, bias, _ = layer()
+    given = x, weight.t().requires_grad_(not grad), [bias], [], "bias_n"
+    with torch.set_grad_enabled(grad):
+        result = torch.ops.tunegemm.fused(*given)
+    close(result, functional.linear(x, weight, bias))
+    assert len(kernel.calls) == 1
+    assert not result.requires_grad
