@@ -151,6 +151,7 @@ def test_kernels_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not in_blocks(OF_A).requires_grad
     with torch.no_grad():
         assert extension.undifferentiable("a name", served, weight) is served
+    assert extension.undifferentiable("a name", served, weight.detach()) is served
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -191,6 +191,22 @@ def test_ones_own_measurement_of_the_library_counts_before_an_imported_one(tmp_p
     ]
 
 
+def test_intervals_that_touch_are_no_change() -> None:
+    """Even where the medians differ by more than the noise; a little further apart they are one."""
+
+    def record(*samples: float) -> Any:
+        fingerprint = replace(FINGERPRINT, torch=str(samples), cuda="13.0")
+        return Record(
+            PROBLEM, KERNEL, fingerprint, noise=0.01, samples_us=samples, baseline_us=(12.0,) * len(samples)
+        )
+
+    first = record(*[10.0] * 5)
+    for least, verdict in ((10.0, "same"), (10.01, "slower")):
+        after = record(least, 11.0, 12.0, 13.0, 13.0)
+        assert compare(first, after).verdict == verdict
+        assert compare(after, first).verdict == ("same" if verdict == "same" else "faster")
+
+
 @pytest.mark.parametrize(
     ("before", "after", "noise", "verdict"),
     [

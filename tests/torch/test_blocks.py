@@ -62,6 +62,15 @@ def test_e8m0_scales_are_fp32_ones() -> None:
         assert torch.equal(given, tunegemm.scaled_mm(a, b, *exact, out_dtype=F32))
 
 
+def test_e8m0_scales_of_other_blocks_reach_torch_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, _, _ = operands(4, 200, 400)
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *given, **_: seen.extend(given[2:4]))
+    scales = [torch.ones(4, 13).to(torch.float8_e8m0fnu), torch.ones(13, 200).to(torch.float8_e8m0fnu)]
+    tunegemm.scaled_mm(a, b, *scales, out_dtype=BF16)  # of 1x32, as in mxfp8
+    assert all(each is scale for each, scale in zip(seen, scales, strict=True))
+
+
 def test_autocast_leaves_the_fp32_product() -> None:
     given = operands(5, 200, 400)
     with torch.autocast("cpu", dtype=BF16):
