@@ -28,6 +28,8 @@ _TUNED = (
 _GROUPS = ("tunegemm/generate/grouped", "tunegemm/generate/along_k", "tunegemm/generate/routing",
            "tunegemm/choose", "tunegemm/dispatch", "db/grouped.toml")  # fmt: skip
 _GRAPHS, _HARNESS = "benchmarks/graphs.py", "benchmarks/harness.py"
+#: Products and models, of the benchmarks that import `benchmarks.shapes`.
+_LISTS = ("benchmarks/shapes.py", "benchmarks/listed.toml")
 _SEARCHED = ("tunegemm/search", "tunegemm/model")
 _FITTED = ("tunegemm/model", "fit/trees.py")
 
@@ -76,8 +78,9 @@ def measured_by(command: str) -> tuple[str, ...]:
     """The files that a command line measures, such as ``python -m benchmarks.peers --tune``."""
     name = next((word.split(".")[1] for word in command.split() if word.startswith(_FOLDERS)), "")
     places = [f"{folder}{name}.py" for folder in ("benchmarks/", "fit/")]
-    own = [place for place in places if (ROOT / place).is_file()]
-    return (*own, *MEASURED.get(name, SERVED))
+    found = (*(place for place in places if (ROOT / place).is_file()), *MEASURED.get(name, SERVED))
+    programs = [ROOT / place for place in found if place.endswith(".py")]
+    return (*found, *_LISTS) if any("benchmarks.shapes" in each.read_text() for each in programs) else found
 
 
 def hash_of(blobs: Mapping[str, str]) -> str:

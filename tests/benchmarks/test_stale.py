@@ -71,3 +71,10 @@ def test_each_benchmark_measures_files_that_there_are() -> None:
         assert any((stale.ROOT / folder / f"{name}.py").is_file() for folder in ("benchmarks", "fit")), name
         assert all((stale.ROOT / place).exists() for place in places), name
     assert all((stale.ROOT / place).exists() for place in stale.SERVED)
+
+
+def test_lists_belong_to_the_benchmarks_that_read_them() -> None:
+    listed = "benchmarks/listed.toml"
+    assert listed in stale.measured_by("python -m benchmarks.layers --rows 256")
+    assert listed in stale.measured_by("python -m benchmarks.vllm"), "its engine reads them"
+    assert listed not in stale.measured_by("python -m benchmarks.blocks")

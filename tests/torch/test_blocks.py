@@ -60,6 +60,8 @@ def test_e8m0_scales_are_fp32_ones() -> None:
         assert [each.stride() for each in exact] == [scale_a.stride(), scale_b.stride()]
         given = tunegemm.scaled_mm(a, b, *coarse, out_dtype=F32)
         assert torch.equal(given, tunegemm.scaled_mm(a, b, *exact, out_dtype=F32))
+        compiled = torch.compile(Scaled(), backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(a, b, *coarse), Scaled()(a, b, *exact))
 
 
 def test_e8m0_scales_of_other_blocks_reach_torch_as_they_are() -> None:

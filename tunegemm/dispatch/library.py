@@ -184,7 +184,7 @@ def block_scales(
 
 
 def in_fp32(scale: torch.Tensor) -> torch.Tensor:
-    """Block scales as kernels read them: E8M0 is converted, exactly and with its strides."""
+    """Block scales as kernels read them: E8M0 is converted, exactly. Dense scales keep their strides."""
     return scale.float() if scale.dtype is torch.float8_e8m0fnu else scale
 
 
