@@ -572,6 +572,19 @@ def test_in_a_hurry_the_last_few_of_a_batch_are_measured_with_the_next_one(
     assert all(sum(asked.count(one) for _, asked in measurer.asked) == 2 for one in others)
 
 
+def test_what_is_known_to_be_good_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles = tmp_path / "compiles"
+    monkeypatch.setenv("PLANTED_WAITS", f"64:{compiles}")
+    slow, *others = (launches(kernel)[0] for kernel in kernels(64, 32, 128, 160))
+    with planted_tuner(DEVICE, cache=tmp_path / "cache", workers=2) as tuner:
+        trials = run_of(tuner, Timed(lambda *_: 9.0))
+        trials.known_good = frozenset([slow])
+        threading.Timer(0.5, compiles.touch).start()
+        outcomes = trials.evaluate([slow, *others], SCREEN, stage="screen", skip_slow=True)
+        measured = {outcome.candidate for outcome in outcomes}
+        assert slow in measured and measured | {*trials.skipped()} == {slow, *others}
+
+
 class TestFollowing:
     """Kernels of the next problem are compiled while one is measured."""
 

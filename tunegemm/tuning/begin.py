@@ -83,6 +83,7 @@ def start_search(
     failed = known_failures(run, kernels, library)
     values += [(c, None) for c in failed]
     first_tries = seeds_of(run.database, problem, device, kernels)
+    run.known_good = frozenset(first_tries)
 
     def allowed(launch: Candidate) -> bool:
         if swept is not None:

@@ -135,6 +135,8 @@ class Run:
         self._waiting: list[Future[CompileResult]] = []
         self._measured: set[Candidate] = set()
         self._skipped: list[Candidate] = []
+        self.known_good: frozenset[Candidate] = frozenset()
+        """Candidates that are measured however long they compile, such as what serves without a record."""
         self._compiling_s = 0.0
         self._seconds_before = {} if measurer is None else dict(measurer.seconds)
 
@@ -242,8 +244,8 @@ class Run:
     ) -> Iterator[Outcome]:
         """Compile and measure a batch; publish every outcome before yielding it.
 
-        skip_slow: do not make the GPU wait for the last few kernels of a batch. The next batch measures them;
-        after the last batch, `skipped` returns them.
+        skip_slow: do not make the GPU wait for the last few kernels of a batch, unless they are `known_good`.
+        The next batch measures them; after the last batch, `skipped` returns them.
         """
         self.stage = stage
         if skip_slow:
@@ -254,7 +256,8 @@ class Run:
         yield from self._evaluate(ready, settings)
         missing = [candidate for candidate in batch if candidate not in set(ready)]
         if skip_slow:
-            self._skipped = self._slowest(missing, round(len(batch) * SKIPPED_SHARE))
+            others = [candidate for candidate in missing if candidate not in self.known_good]
+            self._skipped = self._slowest(others, round(len(batch) * SKIPPED_SHARE))
             missing = [candidate for candidate in missing if candidate not in self._skipped]
         yield from self._evaluate(missing, settings)
 
