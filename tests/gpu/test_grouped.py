@@ -29,6 +29,7 @@ DIVISIONS: dict[str, tuple[list[int], int, int]] = {
     "nothing": ([0, 0, 0], 128, 128),
     "edges": ([9, 8, 17, 33, 65, 2], 200, 200),
     "odd tiles": ([300, 0, 517, 1, 64], 640, 320),  # so that a cluster of two has one
+    "even tiles": ([170, 175, 177, 352, 353, 529], 256, 128),  # about one, two and three of the widest
     "one hot": ([0, 1500, 0, 0, 0, 0, 0, 0], 1024, 512),
     "more than a window": ([group % 5 for group in range(300)], 136, 128),
     "first": ([300, *[0] * 69], 384, 320),

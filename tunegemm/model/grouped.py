@@ -216,7 +216,7 @@ class _AlongK(NamedTuple):
 class _Table(NamedTuple):
     kinds: Mapping[str, _Kind]
     configs: Mapping[tuple[str, str], GroupedConfig]
-    """Configs by the names of kind and kernel."""
+    """Configs by the names of kind and kernel, of those kinds whose rows a kernel can store."""
     rules: tuple[_Rule, ...]
     along_k: _AlongK
 
@@ -235,7 +235,8 @@ def _table(table: dict[str, Any]) -> _Table:
     for name in table.get("drawn", {}).get("kernels", ()):
         kernels[f"drawn-{name}"] = kernels[name]
         arguments |= {(kind, f"drawn-{name}"): arguments[kind, name] | {"drawn": True} for kind in kinds}
-    configs = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in arguments.items()}
+    every = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in arguments.items()}
+    configs = {pair: config for pair, config in every.items() if config.stores_all}
     rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
     return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
 

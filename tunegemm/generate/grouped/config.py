@@ -45,6 +45,13 @@ class GroupedConfig(KernelConfig):
         return tuple(self.step * each for each in range(1, count + 1))
 
     @property
+    def splits_evenly(self) -> bool:
+        """Whether the tiles of a group have equally many rows, but for a `step`. Clusters have whole tiles,
+        and the rest in the last: their kernel was measured so.
+        """
+        return not self.widths_double and self.cluster_m == 1
+
+    @property
     def tile_columns(self) -> int:
         """Columns of the product that a tile gives: with a gate half as many as rows of weights."""
         return self.tile_m // 2 if self.fused.gated else self.tile_m
@@ -63,6 +70,11 @@ class GroupedConfig(KernelConfig):
     def subtiles(self) -> int:
         """Subtiles that one warpgroup stores of a tile."""
         return self.atoms_per_warpgroup * self.tile_n // self.staged_rows
+
+    @property
+    def stores_all(self) -> bool:
+        """Whether the staging buffers cover a tile: else its last rows would not be stored."""
+        return self.tile_n % self.staged_rows == 0
 
     @property
     def epilogue_buffers(self) -> int:

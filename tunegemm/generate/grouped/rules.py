@@ -146,10 +146,10 @@ def cluster_extent(problem: Problem, candidate: Candidate, device: Device) -> st
 
 @rule("schedule", "tile_m", "tile_n", "cluster_m", runs=True)
 def cluster_tile(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """Of the tiles raced in clusters only one gained. Without a cluster, ptxas serialises that tile."""
+    """Of the tiles raced in clusters only one gained."""
     blocks = int(candidate.params.get("cluster_m", 1))
     schedule, *tile = (candidate[name] for name in ("schedule", "tile_m", "tile_n"))
-    if (blocks > 1) != ((schedule, *tile) == _SHARED_TILE):
+    if blocks > 1 and (schedule, *tile) != _SHARED_TILE:
         return f"cluster_m {blocks}, {schedule} {tile[0]}x{tile[1]}: clusters gain for one tile alone"
     return None
 

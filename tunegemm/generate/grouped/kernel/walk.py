@@ -10,6 +10,10 @@ loads and a scan. Nothing is shared, and there is no limit to the number of grou
 
 Within a group tiles of the same weights follow each other, so that blocks that work at the same time share
 them in the L2; of a group with many rows `swizzle_size` tiles of rows at a time.
+
+A group's rows are divided evenly among its tiles where the config has a main loop for each such width: two
+tiles of 104 rows, and not one of 176 and one of 32. A narrow tile takes longer than its share, as it loads
+the same weights, and blocks would end at different times.
 """
 
 from dataclasses import dataclass
@@ -134,6 +138,12 @@ class Walk:
     def row_tiles(self, rows):
         return Int32(Uint32(rows + self.config.tile_n - 1) // Uint32(self.config.tile_n))
 
+    def even_rows(self, rows):
+        """The rows of each of a group's tiles, the last of which may have fewer."""
+        step, tiles = Uint32(self.config.step), Uint32(self.row_tiles(rows))
+        steps = Uint32(rows + self.config.step - 1) // step
+        return Int32((steps + tiles - Uint32(1)) // tiles * step)
+
     @cute.jit
     def place(self, unit):
         """Where a tile lies that there is."""
@@ -150,6 +160,9 @@ class Walk:
         tile_m, tile_row = tile_at(cute.arch.make_warp_uniform(index - before), raster)
         if const_expr(self.config.cluster_m > 1):
             tile_m = tile_m * self.config.cluster_m + self.rank
-        row = start + tile_row * self.config.tile_n
-        rows = cutlass.min(end - row, self.config.tile_n)
+        most = Int32(self.config.tile_n)
+        if const_expr(self.config.splits_evenly):
+            most = self.even_rows(end - start)
+        row = start + tile_row * most
+        rows = cutlass.min(end - row, most)
         return Place(tile_m * self.config.tile_columns, row, rows, cute.arch.make_warp_uniform(base + lane))
