@@ -111,13 +111,12 @@ def measure(name: str, layer: torch.nn.Module, tokens: int, rounds: int, vllm: A
     us, eager_us = ({w: statistics.median(t) for w, t in of.items()} for of in (samples, eager))
     reference = results["grouped_mm"]
     theirs = {way: value for way, value in us.items() if way in ("grouped_mm", "batched_mm")}
-    more = {"vllm_ratio": round(us["vllm"] / us["tunegemm"], 4)} if "vllm" in us else {}
     best, error = min(theirs, key=theirs.__getitem__), error_of(results["tunegemm"], reference)
     return {
         "model": name, "rows": tokens, "dtype": "bf16", "best_peer": best,
         "ratio": round(us[best] / us["tunegemm"], 4),
         "eager_ratio": round(min(eager_us[way] for way in theirs) / eager_us["tunegemm"], 4),
-        **more,
+        **({"vllm_ratio": round(us["vllm"] / us["tunegemm"], 4)} if "vllm" in us else {}),
         "us": {way: round(value, 2) for way, value in us.items()},
         "eager_us": {way: round(value, 2) for way, value in eager_us.items()},
         "error": round(error, 5), "right": error < 0.02, "turn_ms": turn_ms,

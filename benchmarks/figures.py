@@ -58,10 +58,8 @@ def products(rows: Rows) -> Figure:
     axes.grid(axis="x")
     axes.legend(frameon=False, loc="lower right", fontsize=9)
     figure.text(0.02, 0.965, "bf16 products, M x N x K, NVIDIA H200", weight="bold", fontsize=12, va="center")
-    figure.text(
-        0.02, 0.935, "All in one race per product, in steady state where the power cap binds.",
-        fontsize=9, color=MUTED, va="center",
-    )  # fmt: skip
+    note = "All in one race per product, in steady state where the power cap binds."
+    figure.text(0.02, 0.935, note, fontsize=9, color=MUTED, va="center")
     return figure
 
 
@@ -86,8 +84,6 @@ def first_uses(rows: Rows) -> Figure:
     axes.grid()
     axes.legend(frameon=False, loc="upper left", fontsize=9)
     figure.text(0.02, 0.955, "Predicted and measured gain", weight="bold", fontsize=12, va="center")
-    figure.text(
-        0.02, 0.91, "Products that nobody tuned, by an installed package on their first calls.",
-        fontsize=9, color=MUTED, va="center",
-    )  # fmt: skip
+    note = "Products that nobody tuned, by an installed package on their first calls."
+    figure.text(0.02, 0.91, note, fontsize=9, color=MUTED, va="center")
     return figure
