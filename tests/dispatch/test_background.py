@@ -33,7 +33,7 @@ from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch import background, missing, planning
+from tunegemm.dispatch import background, planning
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared, prepare
@@ -242,14 +242,12 @@ def test_nothing_is_compiled_in_a_forked_child(serving, pools) -> None:
 def test_nothing_is_begun_while_a_graph_is_captured(serving, kernel, pools, monkeypatch) -> None:
     """Neither by a call, nor where compiled code asks what is served."""
     dispatcher, (a, b) = serving(), matrices()
-    for place in (planning, missing):
-        monkeypatch.setattr(place, "capturing", lambda device: True)
+    monkeypatch.setattr(planning, "capturing", lambda device: True)
     assert right(dispatcher)
     with pytest.warns(TunegemmWarning, match="not in the object store"):
         assert not dispatcher.planner.serves(form_of(MATMUL, ""), a, b, 0)
     assert not pools
-    for place in (planning, missing):
-        monkeypatch.setattr(place, "capturing", lambda device: False)
+    monkeypatch.setattr(planning, "capturing", lambda device: False)
     dispatcher.planner.refresh()
     until(lambda: is_served(dispatcher, kernel))
 

@@ -2,9 +2,7 @@
 
 `dispatcher` has the calls, and `api` holds the process's dispatcher. `forms` describes a call. For a new call
 `planning` makes the plan (`launchers`) of the kernel that `tunegemm.choose` selects, and `states` keeps it
-under the context's policy. `missing` handles kernels that cannot be launched: `background` compiles and
-`online` tunes meanwhile. `unfused` computes a form by torch, `autograd` differentiates products, and `fx`
-handles proxies. `operation` is a kernel chosen by the caller. The rooms above use `extension` and the calls
-of `api.dispatcher`: `torch` has the functions that users know, `groups` products of rows in groups, `layers`
-and `engines` the rest.
+under the context's policy. If a kernel is missing, `background` compiles and `online` tunes meanwhile.
+`unfused` computes a form by torch, `autograd` differentiates products, and `fx` handles proxies. `operation`
+is a kernel chosen by the caller. The rooms above use `extension` and the calls of `api.dispatcher`.
 """

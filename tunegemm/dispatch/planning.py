@@ -25,7 +25,7 @@ import torch
 
 from tunegemm.choose.operators import absorbed, least_ratio
 from tunegemm.choose.policies import Mode, Policy, read_compile, read_mode, read_policy, read_summary
-from tunegemm.choose.selection import read_rivals, recorded, select
+from tunegemm.choose.selection import Selection, read_rivals, recorded, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
@@ -33,14 +33,15 @@ from tunegemm.dispatch.background import Answer, BackgroundCompiler, make_pool
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Call, Form, Refusal, describe, described, named
 from tunegemm.dispatch.guards import allocation, capturing, deterministic
 from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
-from tunegemm.dispatch.missing import Wanted, compile_first, explain_missing
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.states import COMPOSED, Compiling, Composed, State, States, own
-from tunegemm.errors import TunegemmWarning, one_line, raised
+from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
+from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.store.layers import modified
 from tunegemm.store.record import Record
+from tunegemm.store.validity import Grade
 from tunegemm.store.waiting import deadline_s
 
 if TYPE_CHECKING:
@@ -289,9 +290,10 @@ class Planner:
                 about=("device", a.device.type),
             )
             return None
-        prepared = self._prepared(state, problem, a.device, name)
+        index = a.device.index or 0
+        prepared = self._prepared(state, problem, index, name)
         if prepared is None or prepared.launch is None:
-            ranges = state.misses.get(_weight(problem, a.device.index or 0))
+            ranges = state.misses.get(_weight(problem, index))
             if ranges is not None and b.ndim == 2 and problem.batch == 1:
                 state.misses[_but_for_rows(call)] = ranges
             if isinstance(prepared, Compiling):
@@ -392,7 +394,7 @@ class Planner:
             if isinstance(operands, Refusal):
                 return None
             problem, state = operands.problem, self.state
-            prepared = self._prepared(state, problem, torch.device(self.device_type, index), form.name(a))
+            prepared = self._prepared(state, problem, index, form.name(a))
             known = self.device(index)
         # Compiled code is kept, even on disk, so it must be able to use the kernel once that is ready.
         if known is None or prepared is None or not (isinstance(prepared, Compiling) or prepared.launch):
@@ -409,12 +411,9 @@ class Planner:
             facts = package_version("tunegemm"), mode, state.policy, *of_records
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
-    def _prepared(
-        self, state: State, problem: Problem, device: torch.device, name: str
-    ) -> Prepared | Compiling | None:
+    def _prepared(self, state: State, problem: Problem, index: int, name: str) -> Prepared | Compiling | None:
         """The launcher of the problem's record, or a kernel being compiled, or None after a warning that
         explains why."""
-        index = device.index or 0
         if (problem, index) not in state.prepared:
             with self._guarded(state):
                 result = self._search(state, problem, index, name)
@@ -453,9 +452,8 @@ class Planner:
             result = replace(prepared, ratio=record.ratio, record=record)
             break
         else:
-            wanted = Wanted(problem, known, torch.device(self.device_type, index), name)
-            answer = compile_first(self.compiler, state, wanted, selection.options)
-            explain_missing(self.notices, answer, state, snapshot, wanted, selection, mode, why)
+            answer = self._compile_first(state, problem, known, index, selection.options)
+            self._explain_missing(answer, state, snapshot, problem, known, selection, why, name)
         if selection.rows is not None and mode != "online" and not self.notices.sums_up:
             state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
         if mode == "online" and selection.outcome != "hit":
@@ -463,6 +461,70 @@ class Planner:
             notify = partial(self._apply_feedback, problem, result)
             self._online.later(problem, known, predictions, notify)
         return result
+
+    def _compile_first(
+        self, state: State, problem: Problem, device: Device, index: int, options: Sequence[Record]
+    ) -> Answer:
+        """Compile the first of these records' kernels that can be compiled, in the background."""
+        answer = Answer()
+        if capturing(torch.device(self.device_type, index)):
+            return answer
+        for record in options:
+            try:
+                answer = self.compiler.ask(record, device)
+            except Exception as error:  # a foreign record's family may raise anything
+                answer = Answer(failure=named_error(error))
+            if answer.kernel:
+                state.wait(problem, index, answer.kernel, record)
+            if answer.kernel or answer.refusal:
+                break
+        return answer
+
+    def _explain_missing(
+        self, answer: Answer, state: State, snapshot: Snapshot, problem: Problem, device: Device,
+        selection: Selection, why: str, name: str,
+    ) -> None:  # fmt: skip
+        """Warn about what a product lacks, and the remedy. answer: from `_compile_first`; why: what the
+        selection's last option lacks, or why it has no options."""
+        weight = device.name, *weight_of(problem)
+        if answer.kernel:
+            if state.policy.replaces_torch:
+                self.notices.warn(
+                    f"{problem} on {device.name}: its kernel is compiled in the background, and torch "
+                    f"computes it meanwhile: {state.policy} does not hold until then",
+                    about=("compiled", *weight),
+                )
+            return
+        if not selection.options:
+            answer = Answer(refusal=_missing_package(snapshot, problem, device))
+        if answer.refusal:
+            self.notices.warn(
+                f"recorded kernels cannot run on {device.name} and are not compiled: {answer.refusal}; "
+                "tunegemm falls back to torch for their products",
+            )
+            return
+        if answer.failure:
+            why = f"its kernel does not compile here ({answer.failure})"
+        # In mode online the product is tuned later, or a warning says why it could not be.
+        if selection.outcome == "predicted":
+            self.notices.warn(
+                f"a kernel that is predicted to be faster than torch cannot run on {device.name}: {why}; "
+                "products like that fall back to torch",
+                about=("predicted", why),
+            )
+        elif selection.options or (
+            selection.advises_tuning
+            and self.mode != "online"
+            and not snapshot.warnings  # the unread source may have its record
+        ):
+            self.notices.untuned(problem)
+            self.notices.warn(
+                lambda: (
+                    f"{problem} on {device.name}: {why}; {who(name)} falls back to torch. "
+                    + advice(problem, "Tune it with")
+                ),
+                about=("untuned", *weight),
+            )
 
     def _find_device(self, index: int, name: str) -> Device | None:
         """The device of an index, or None after a warning. name: the function that was called."""
@@ -543,8 +605,7 @@ class Planner:
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver too old for a shipped kernel rejects it only at launch.
                 with self._guarded(state):
-                    wanted = Wanted(plan.problem, known, plan.device)
-                    answer = compile_first(self.compiler, state, wanted, (plan.record,))
+                    answer = self._compile_first(state, plan.problem, known, index, (plan.record,))
             if answer.kernel:
                 state.wait_for(answer.kernel, plan)
             state.plans[key] = None
@@ -577,6 +638,17 @@ def _in_time() -> Iterator[None]:
         yield
     finally:
         deadline_s.reset(token)
+
+
+def _missing_package(snapshot: Snapshot, problem: Problem, device: Device) -> str:
+    """The package to install for the problem's record; empty if none is missing."""
+    judged = snapshot.judged(problem, device.fingerprint)
+    if not judged or judged[0][0].grade is not Grade.SEED:
+        return ""
+    try:
+        return families.get(judged[0][1].candidate.family).unavailable(launching=True) or ""
+    except TunegemmError:  # another package's family, which is not installed
+        return ""
 
 
 def _weight(problem: Problem, index: int) -> tuple[Hashable, ...]:
