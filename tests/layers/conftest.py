@@ -13,14 +13,13 @@ from tests.support.gates import Kernels
 from tunegemm.dispatch import api
 from tunegemm.dispatch.planning import Planner
 from tunegemm.errors import TunegemmWarning
-from tunegemm.layers import joint
+from tunegemm.layers import sites
 
 
 @pytest.fixture
 def planner(monkeypatch: pytest.MonkeyPatch, kernels: Kernels) -> Planner:
     serve_recorded(monkeypatch, kernels)
-    monkeypatch.setattr(joint, "load", kernels.load)
-    monkeypatch.setattr(joint, "failed", set())
+    monkeypatch.setattr(sites, "load", kernels.load)
     return api.dispatcher.planner
 
 

@@ -95,7 +95,7 @@ def test_a_gate_pays_for_as_many_rows_as_were_traced(
     monkeypatch.setattr(graph_pass, "value", lambda node: torch.empty(2, 3, 64))
     monkeypatch.setattr(extension, "gpu_of", lambda device: "a GPU")
     monkeypatch.setattr(
-        graph_pass.joint, "chosen", lambda *given, **words: asked.append((*given, words)) or (served or None)
+        graph_pass.sites, "chosen", lambda *given, **words: asked.append((*given, words)) or (served or None)
     )
     match = Match("gate", (), (None,) * 3, print, ("silu",))  # type: ignore[arg-type]
     with config.patch(cpp_wrapper=wrapper):

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from tunegemm.dispatch import extension
-from tunegemm.layers import graph, inductor, joint, sites
+from tunegemm.layers import graph, inductor, sites
 
 
 def plan_of(launched: list[Any], words: Any = None, *, guarded: bool = False) -> Any:
@@ -116,8 +116,8 @@ def test_which_products_of_several_weights_have_a_kernel(
     asked: list[Any] = []
     monkeypatch.setattr(extension, "is_off", lambda: off)
     monkeypatch.setattr(extension, "policy", lambda: SimpleNamespace(is_batch_invariant=invariant))
-    monkeypatch.setattr(joint, "choose", lambda *given, **words: asked.append((given, words)) or "a kernel")
-    assert joint.chosen(rows, ns, k, dtype, "a GPU", gate=gate, bias=True) == ("a kernel" if served else None)
+    monkeypatch.setattr(sites, "choose", lambda *given, **words: asked.append((given, words)) or "a kernel")
+    assert sites.chosen(rows, ns, k, dtype, "a GPU", gate=gate, bias=True) == ("a kernel" if served else None)
     name = "fp16" if dtype is torch.float16 else "bf16"
     assert asked == [((rows, ns, k), {"gate": gate, "dtype": name, "bias": True, "gpu": "a GPU"})] * served
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.nn import functional
 from tests.support.serving import Kernel, at
 from tunegemm.generate.joined import refusal
 from tunegemm.generate.takes import NotTaken
-from tunegemm.layers import joint
 from tunegemm.model.joined import JoinedChoice
 
 _GATES = {
@@ -30,12 +29,12 @@ class Kernels(Kernel):
         self.gates: list[tuple[int, int, int]] = []
         self.several: list[tuple[int, ...]] = []
 
-    def load(self, choice: JoinedChoice, device: torch.device) -> tuple[joint.Bind, bool]:
+    def load(self, choice: JoinedChoice, device: torch.device) -> tuple[Any, bool]:
         gate = next((step for step in choice.config.fused.steps if step in _GATES), "")
 
         def bind(
             a: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor, biases: Sequence[Any]
-        ) -> joint.Launch:
+        ) -> Callable[[int, int], None]:
             if wrong := refusal(a, weights, out, biases, gated=bool(gate)):
                 raise NotTaken(wrong)
             (rows, k), columns, dtype = a.shape, out.shape[1], a.dtype

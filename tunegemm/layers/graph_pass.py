@@ -16,7 +16,7 @@ from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import LINEAR
 from tunegemm.dispatch.guards import only_checks_operators
-from tunegemm.layers import joint, sites
+from tunegemm.layers import sites
 from tunegemm.layers.fusion import fuse
 from tunegemm.layers.graph import value
 from tunegemm.layers.patterns import Match
@@ -69,7 +69,7 @@ def pays(match: Match, facts: tuple[Any, ...]) -> bool:
     for extent in value(match.operands[0]).shape[:-1]:
         rows *= ops.hint(extent)
     gate, gpu = GATE_OF[match.words[0]], extension.gpu_of(device)
-    result = joint.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
+    result = sites.chosen(rows, (n, n), k, dtype, gpu, gate=gate)
     return result is not None and not config.cpp_wrapper
 
 

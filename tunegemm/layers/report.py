@@ -85,12 +85,12 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
 
 
 def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
-    from tunegemm.layers import joint
+    from tunegemm.layers import sites
 
     if weight.device.type != extension.device_type():
         return _elsewhere(weight)
     (n, k), gate, gpu = weight.shape, GATE_OF[activation], extension.gpu_of(weight.device)
-    return _said([m for m in ROWS if joint.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
+    return _said([m for m in ROWS if sites.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
 
 
 def _served_rows(weight: torch.Tensor, has_bias: bool) -> list[int]:

@@ -23,8 +23,11 @@ from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of
 from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
 from tunegemm.dispatch.launchers import Plan
+from tunegemm.generate import joined
+from tunegemm.generate.joined import JoinedKernel
+from tunegemm.generate.takes import NotTaken
 from tunegemm.groups.grouped import grouped_mm
-from tunegemm.layers import joint
+from tunegemm.model.joined import JoinedChoice, choose
 
 #: Computes a call of known shapes from its operands; None where this call's addresses forbid it.
 Way: TypeAlias = Callable[..., Any]
@@ -36,6 +39,13 @@ _BITS = ALIGNMENT - 1
 #: Up to this many rows, an eager residual is not added by a library's algorithm: its launch costs the host
 #: more than torch's product and sum.
 _LIBRARY_ROWS = 256
+#: Up to this many rows, products of several weights are one launch: for q, k and v of five models it was 1.18
+#: to 2.8 times as fast as torch's three, at 1024 and 4096 rows 0.94 to 1.11 (results/h200/joined.json).
+MOST_ROWS = 256
+#: Dtypes with kernels for several weights.
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+#: Weights whose launches one site keeps: some kB each.
+_MOST_BOUND = 1024
 
 
 class Site:
@@ -173,20 +183,92 @@ def captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
 
 
 class Joint(Site):
-    """Several weights of one input, in one launch that reads them in place."""
+    """Several weights of one input, in one launch that reads them in place (`tunegemm.generate.joined`):
+    products side by side, such as q, k and v; or a gate and its up, from two weights or one that holds both.
+    """
+
+    gate = ""
+    """A gated step; the weights are then gate and up."""
 
     def parts(self, *operands: Any) -> tuple[Any, Any]:
         """The weights and biases of a call."""
         raise NotImplementedError  # pragma: no cover - each subclass has its own
 
-    gate = ""
-
     def decide(self, x: torch.Tensor, *operands: Any) -> Any:
         if not extension.may_load(x.device):
             return None
-        way, waits = joint.way_of(x, self.parts, operands, gate=self.gate)
+        weights, biases = self.parts(*operands)
+        ns, k = [weight.shape[0] for weight in weights], x.shape[-1]
+        way, waits, choice = None, False, None
+        if x.device.type == extension.device_type():
+            rows, gpu = x.numel() // k, extension.gpu_of(x.device)
+            choice = chosen(rows, ns, k, x.dtype, gpu, gate=self.gate, bias=bool(biases))
+        if choice is not None:
+            bind, waits = load(choice, x.device)
+            way = None if bind is None else self._way(bind, x, ns[:1] if self.gate else ns)
         self.keep(x.shape, way, waits=waits)
         return None if way is None else way(x, *operands)
+
+    def _way(self, bind: Callable[..., Any], x: torch.Tensor, columns: Sequence[int]) -> Way:
+        """A call with contiguous x: allocates an output and runs the launch that is bound to these weights.
+
+        bind: makes the launch at addresses of the input and the result, from these and from weights and
+        biases that stay in place; raises NotTaken. columns: of each result.
+        """
+        allocate, device = extension.allocation(), x.device
+        shape, k, dtype = x.shape, x.shape[-1], x.dtype
+        width = sum(columns)
+        out_shape = (*shape[:-1], width)
+        strides = x.new_empty(out_shape, device="meta").stride()
+        index, is_guarded = device.index, device.type == "cuda" and device.index is not None
+        is_split = len(columns) > 1
+        known: dict[tuple[int, ...], Callable[[int, int], None]] = {}
+
+        def way(x: torch.Tensor, *operands: Any) -> Any:
+            if not x.is_contiguous() or (is_guarded and current_device() != index):
+                return None
+            key = tuple([each.data_ptr() for each in operands])
+            launch = known.get(key)
+            result: Any = allocate(out_shape, strides, dtype)
+            try:
+                if launch is None:
+                    weights, biases = self.parts(*operands)
+                    launch = bind(x.view(-1, k), weights, result.view(-1, width), biases)
+                    if len(known) >= _MOST_BOUND:
+                        known.clear()
+                    known[key] = launch
+                launch(x.data_ptr(), result.data_ptr())
+            except NotTaken:
+                return None
+            except (RuntimeError, ValueError) as error:
+                _family.failed(device, error)
+                self.keep(shape, None)
+                return None
+            return result.split(columns, -1) if is_split else result
+
+        return way
+
+
+_family = extension.Family(joined, JoinedKernel.load, "several weights", "torch computes them")
+
+
+def chosen(
+    rows: int, ns: Sequence[int], k: int, dtype: torch.dtype, gpu: str, *, gate: str = "", bias: bool = False
+) -> JoinedChoice | None:
+    """The kernel of several weights that serves such a product; None if torch computes it."""
+    if extension.is_off() or extension.policy().is_batch_invariant or (not gate and rows > MOST_ROWS):
+        return None
+    if dtype not in _DTYPES or k % 8 or any(n % 8 for n in ns):
+        return None
+    return choose(rows, ns, k, gate=gate, dtype=_DTYPES[dtype], bias=bias, gpu=gpu)
+
+
+def load(choice: JoinedChoice, device: torch.device) -> tuple[Callable[..., Any] | None, bool]:
+    """What binds a choice's kernel to operands, None if there is none; and whether it is being compiled."""
+    kernel, waits = _family.kernel(choice.config, device)
+    if kernel is None:
+        return None, waits
+    return partial(kernel.bound, device=extension.device_of(device), **choice.words), False
 
 
 class Gated(Joint):
