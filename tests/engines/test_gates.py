@@ -16,7 +16,7 @@ from tests.support.fusing import close
 from tests.support.serving import BF16
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
-from tunegemm.engines import common, vllm_gates, vllm_patterns
+from tunegemm.engines import common, vllm_gates
 from tunegemm.groups import numbers
 from tunegemm.torch import ops
 
@@ -61,7 +61,7 @@ def compiled(
     counts: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        counts.append(vllm_patterns.fuse(module))
+        counts.append(vllm_gates.fuse(module))
         return module if compile_by is None else compile_by(module, inputs)
 
     return torch.compile(layer, backend=backend, fullgraph=True), counts

@@ -14,7 +14,7 @@ from tests.support.engines import serve_on_cpu
 from tests.support.grouped import Loops
 from tunegemm.describe.problem import Problem
 from tunegemm.groups import grouped
-from tunegemm.engines import vllm_gates, vllm_patterns
+from tunegemm.engines import vllm_gates
 kernel, loops = serve_on_cpu(Problem(100, 7168, 64), digest="of gates"), Loops()
 grouped.groups = grouped.Groups(loops.load)
 """
@@ -156,7 +156,7 @@ load()
         + f"""
 counts = []
 def backend(module, inputs):
-    counts.append(vllm_patterns.fuse(module))
+    counts.append(vllm_gates.fuse(module))
     return module
 
 class Scaled(LinearMethodBase):
@@ -221,14 +221,14 @@ def rank(number, path, queue):
     from tests.support.grouped import Loops
     from tunegemm.describe.problem import Problem
     from tunegemm.groups import grouped
-    from tunegemm.engines import vllm_gates, vllm_patterns
+    from tunegemm.engines import vllm_gates
     serve_on_cpu(Problem(100, 7168, 64))
     loops, counts = Loops(), []
     grouped.groups = grouped.Groups(loops.load)
     torch.manual_seed(0)
 
     def backend(module, inputs):
-        counts.append(vllm_patterns.fuse(module))
+        counts.append(vllm_gates.fuse(module))
         return module
 
     config = VllmConfig(device_config=DeviceConfig(device="cpu"))

@@ -217,14 +217,12 @@ def _gates() -> None:
 
     Imports vLLM's compiler, so only processes that compute call this.
     """
-    from tunegemm.engines import vllm_patterns
-
     vllm_gates.lower()
 
     def make(own: Any) -> Any:
         def __call__(self: Any, graph: torch.fx.GraphModule, *others: Any, **words: Any) -> Any:
             if vllm_gates.FACT in facts_of(self.vllm_config):
-                _attempt(partial(vllm_patterns.fuse, graph))
+                _attempt(partial(vllm_gates.fuse, graph))
             return own(self, graph, *others, **words)
 
         return __call__

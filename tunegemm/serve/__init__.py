@@ -1,28 +1,15 @@
-"""Module names of 0.1 that programs may still import; each is now an alias of another module."""
+"""Names of 0.1 that programs may still import: of functions, and of modules, each an alias of another one."""
 
 import importlib
 import sys
+from typing import Any
 
-from tunegemm.dispatch.api import policy, refresh
-from tunegemm.groups.gated_experts import experts
-from tunegemm.groups.grouped import grouped_mm
-from tunegemm.groups.scaled_groups import scaled_grouped_mm
-from tunegemm.torch.functions import (
-    addmm,
-    baddbmm,
-    bmm,
-    gated_linear,
-    interleave,
-    linear,
-    matmul,
-    mm,
-    scaled_mm,
-)
+import tunegemm
 
-__all__ = [
-    "addmm", "baddbmm", "bmm", "experts", "gated_linear", "grouped_mm", "interleave", "linear", "matmul",
-    "mm", "policy", "refresh", "scaled_grouped_mm", "scaled_mm",
-]  # fmt: skip
+
+def __getattr__(name: str) -> Any:
+    return getattr(tunegemm, name)
+
 
 for _old, _new in {
     "api": "dispatch.api",
