@@ -87,14 +87,18 @@ def test_what_is_made_once(planner: Planner) -> None:
 def test_which_family_serves(
     monkeypatch: pytest.MonkeyPatch, planner: Planner, record: Any, family: str
 ) -> None:
-    asked: list[int] = []
+    asked: list[Any] = []
     found = SimpleNamespace(candidate=SimpleNamespace(family="cute_sm90")) if record else None
     result = None if record is None else (None, None, SimpleNamespace(record=found))
-    monkeypatch.setattr(planner, "expected", lambda form, a, b, index: asked.append(index) or result)
-    x: Any = torch.empty(2, 3)
-    assert extension.serves_by(None, x, x, torch.device("cuda", 3)) == family  # type: ignore[arg-type]
-    assert extension.serves_by(None, x, x, torch.device("cuda")) == family  # type: ignore[arg-type]
-    assert asked == [3, 0]
+    monkeypatch.setattr(
+        planner, "expected", lambda form, a, b, index: asked.append((a.shape, b.stride(), index)) or result
+    )
+    for device in (torch.device("cuda", 3), torch.device("cuda")):
+        weight: Any = SimpleNamespace(
+            shape=(3, 4), stride=lambda: (1, 3), dtype=torch.bfloat16, device=device
+        )
+        assert extension.serves_by(None, 2, weight) == family  # type: ignore[arg-type]
+    assert asked == [((2, 3), (1, 3), 3), ((2, 3), (1, 3), 0)]
     monkeypatch.setattr(planner, "recorded_groups", lambda problem, index: index)
     assert [extension.recorded(None, torch.device(name)) for name in ("cuda:2", "cuda")] == [2, 0]  # type: ignore[arg-type]
     assert extension.gpu_of(torch.device("cpu")) == ""

@@ -22,7 +22,7 @@ from tests.support.gates import Kernels
 from tests.support.layers import MLP, given, made
 from tunegemm.errors import TunegemmWarning
 from tunegemm.layers import mlp
-from tunegemm.layers.report import ROWS
+from tunegemm.layers.modules import ROWS
 
 pytestmark = pytest.mark.usefixtures("planner")
 

@@ -402,10 +402,12 @@ def recorded(problem: Problem, device: torch.device) -> Record | None:
     return api.dispatcher.planner.recorded_groups(problem, device.index or 0)
 
 
-def serves_by(form: Form, a: torch.Tensor, b: torch.Tensor, device: torch.device) -> str:
-    """The family of the kernel that serves a call of `Dispatcher.fused`; empty if torch computes it. Tensors
-    need no memory."""
-    result = api.dispatcher.planner.expected(form, a, b, device.index or 0)
+def serves_by(form: Form, rows: int, weight: torch.Tensor) -> str:
+    """The family of the kernel that serves so many dense rows times a weight (k, n) by `Dispatcher.fused`;
+    empty if torch computes them."""
+    a = torch.empty(rows, weight.shape[0], dtype=weight.dtype, device="meta")
+    b = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
+    result = api.dispatcher.planner.expected(form, a, b, weight.device.index or 0)
     record = result[2].record if result is not None else None
     return record.candidate.family if record is not None else ""
 

@@ -298,8 +298,8 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
         name = f"{normalize_dtype(weight.dtype)} {right.shape[-1]}x{right.shape[-2]}"
         if name in at:
             continue
-        asks = _asker(layer, right, is_fp8)
-        result = {rows: asks(rows) for rows in sorted({*shown, *ends(most)})}
+        form = _form_of(layer, is_fp8)
+        result = {rows: extension.serves_by(form, rows, right) for rows in sorted({*shown, *ends(most)})}
         at[name] = {rows for rows in shown if result[rows]}
         families |= dict.fromkeys(result[rows] for rows in shown if rows in at[name])
     counts = ", ".join(f"{sum(rows in result for result in at.values())} at {rows}" for rows in shown)
@@ -313,22 +313,14 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
     return line
 
 
-def _asker(layer: torch.nn.Module, right: torch.Tensor, is_fp8: bool) -> Callable[[int], str]:
-    """Return a function that names the kernel family for a number of rows times a layer's weight (k, n).
-
-    The name is empty if no kernel serves.
-    """
-    biased = getattr(layer, "bias", None) is not None
-    like = torch.empty_strided(right.shape, right.stride(), dtype=right.dtype, device="meta")
-    text = "bias_n" if biased else ""
+def _form_of(layer: torch.nn.Module, is_fp8: bool) -> Form:
+    """The form by which a layer's product is served."""
+    steps = []
     if is_fp8:
         scale = getattr(layer, "weight_scale", None)
         per_row = isinstance(scale, torch.Tensor) and scale.numel() > 1
-        text = ("scale_rowwise" if per_row else "scale_tensor") + ("+bias_n" if biased else "")
-    form = form_of(BELOW_AUTOGRAD, text, getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None)
-
-    def family(rows: int) -> str:
-        left = torch.empty(rows, right.shape[0], dtype=right.dtype, device="meta")
-        return extension.serves_by(form, left, like, right.device)
-
-    return family
+        steps.append("scale_rowwise" if per_row else "scale_tensor")
+    if getattr(layer, "bias", None) is not None:
+        steps.append("bias_n")
+    out_dtype = getattr(layer, "orig_dtype", torch.bfloat16) if is_fp8 else None
+    return form_of(BELOW_AUTOGRAD, "+".join(steps), out_dtype)

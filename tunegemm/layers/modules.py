@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, overload
 
 import torch
 
+from tunegemm.describe.epilogue import GATE_OF
+from tunegemm.dispatch import extension
+from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.errors import ProblemError, TunegemmWarning
-from tunegemm.layers.report import Report, lines_of
 from tunegemm.torch.linear import TunedLinear, is_tuned, untuned
+
+#: Numbers of rows that a line speaks of: of decoding, and of prompts.
+ROWS = (1, 16, 64, 256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One layer of the model, or one MLP."""
+
+    name: str
+    """Its name within the model; empty for the model itself."""
+    state: Literal["fused", "served", "left"]
+    """fused: an MLP whose gate is recognised; served: a layer that calls `tunegemm.linear`; left: a layer
+    that `patch` did not change."""
+    why: str
+    """The reason, with the numbers of rows that have a kernel here."""
+
+    def __str__(self) -> str:
+        return f"{self.state:6}  {self.name}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `patch` did, a line for each layer."""
+
+    patched: int
+    """How many linear layers call `tunegemm.linear` now and did not before."""
+    lines: tuple[Line, ...]
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self.lines)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.lines))
+
+    def of(self, state: str) -> list[Line]:
+        """The lines of one state: fused, served or left."""
+        return [line for line in self.lines if line.state == state]
 
 
 @overload
@@ -71,3 +113,59 @@ def _check_model(model: torch.nn.Module) -> None:
         raise ProblemError(
             f"model {model!r:.40} is not a torch.nn.Module; give the model that has the layers"
         )
+
+
+def lines_of(model: torch.nn.Module) -> Iterator[Line]:
+    """A line for each linear layer of a patched model, and for each MLP whose forward was replaced."""
+    from tunegemm.layers import mlp
+
+    known: dict[Hashable, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(forward := vars(module).get("forward"), mlp.Forward):
+            places = forward.places
+            layer = module._modules[places.gate]
+            activation = places.activation(module)
+            rows = (
+                _rows_of_gate(activation, layer.weight) if isinstance(layer, torch.nn.Linear) else "no kernel"
+            )
+            yield Line(
+                name, "fused", f"{places.gate}, {places.up} and their gate form a known pattern: {rows}"
+            )
+        elif is_tuned(type(module)):
+            assert isinstance(module, torch.nn.Linear)
+            weight, has_bias = module.weight, module.bias is not None
+            kind = tuple(weight.shape), weight.dtype, weight.device, has_bias
+            if kind not in known:
+                is_here = weight.device.type == extension.device_type()
+                known[kind] = _said(_served_rows(weight, has_bias)) if is_here else _elsewhere(weight)
+            yield Line(name, "served", f"calls tunegemm.linear: {known[kind]}")
+        elif isinstance(module, torch.nn.MultiheadAttention):
+            yield Line(name, "left", "torch computes its projections in one product if possible")
+        elif isinstance(module, torch.nn.Linear):
+            yield Line(name, "left", f"{type(module).__name__} is a subclass with its own forward")
+
+
+def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
+    from tunegemm.layers import sites
+
+    if weight.device.type != extension.device_type():
+        return _elsewhere(weight)
+    (n, k), gate, gpu = weight.shape, GATE_OF[activation], extension.gpu_of(weight.device)
+    return _said([m for m in ROWS if sites.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
+
+
+def _served_rows(weight: torch.Tensor, has_bias: bool) -> list[int]:
+    form, right = form_of(MATMUL, "bias_n" if has_bias else ""), weight.detach().t()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)  # the report says so itself
+        return [rows for rows in ROWS if extension.serves_by(form, rows, right)]
+
+
+def _said(rows: Sequence[int]) -> str:
+    if not rows:
+        return f"no kernel here is faster than torch at {', '.join(map(str, ROWS))} rows"
+    return f"has a kernel here for {', '.join(map(str, rows))} rows"
+
+
+def _elsewhere(weight: torch.Tensor) -> str:
+    return f"no kernel on {weight.device.type}; move the model to a CUDA device"
