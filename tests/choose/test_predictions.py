@@ -47,7 +47,7 @@ def selector_of(part: str) -> Fitted:
     return found
 
 
-def decides(found: predictions.Outlook) -> bool:
+def decides(found: predictions.Offers) -> bool:
     """Whether the trees were asked about the product."""
     return bool(found.options) or "is predicted at" in found.refusal or "too little" in found.refusal
 

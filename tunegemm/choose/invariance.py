@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from tunegemm.choose.forest import read
+from tunegemm.choose.neighbours import Near
 from tunegemm.choose.operators import kernels_after
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
@@ -84,24 +85,9 @@ class Ranked:
         return model.STEADY_LEAD * self.expected - model.STEADY_CLOCK * self.slowed
 
 
-@dataclass(frozen=True)
-class InvariantOption:
-    """A kernel of the class for a problem on which it was not measured."""
-
-    record: Record
-    """The kernel as it would be launched here, without times."""
-    origin: Record | None
-    """A record of this kernel; None if the kernel ships for its class."""
-
-    def __str__(self) -> str:
-        if self.origin is None:
-            return "a shipped kernel for this policy"
-        return f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there)"
-
-
 def invariant_options(
     snapshot: Snapshot, problem: Problem, device: Device, policy: Policy
-) -> tuple[InvariantOption, ...]:
+) -> tuple[Near, ...]:
     """The kernels that the policy admits for this problem, the one expected to be fastest first.
 
     They are listed, or recorded for other problems. The caller must skip those that are not compiled here.
@@ -121,7 +107,7 @@ def invariant_options(
         else prediction
         for prediction in ranked(problem, [*dict.fromkeys([*origins, *ours])], device)
     ]
-    options: list[InvariantOption] = []
+    options: list[Near] = []
     for prediction in sorted(ordered, key=lambda prediction: -prediction.expected):
         if len(options) == MOST_OPTIONS:
             break
@@ -136,9 +122,7 @@ def invariant_options(
             continue
         origin = origins.get(prediction.kernel)
         label = family.label(prediction.candidate)
-        options.append(
-            InvariantOption(Record(problem, prediction.candidate, device.fingerprint, label), origin)
-        )
+        options.append(Near(Record(problem, prediction.candidate, device.fingerprint, label), origin))
     return tuple(options)
 
 

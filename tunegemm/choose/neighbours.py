@@ -35,7 +35,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -84,38 +84,41 @@ _FEW_ROWS = 128
 
 @dataclass(frozen=True)
 class Near:
-    """A recorded kernel for a problem that has no record."""
+    """A kernel for a problem on which it was not measured."""
 
     record: Record
     """The kernel as it would be launched here; its `ratio` is expected, not measured."""
-    origin: Record
-    """The neighbour's record of the kernel."""
-    waves: tuple[int, int]
-    """The waves of its busiest block: at the neighbour, and here."""
-    margin: float
+    origin: Record | None
+    """A record of the kernel for another problem; None if it ships for a class of kernels."""
+    waves: tuple[int, int] = (0, 0)
+    """The waves of its busiest block: at the origin, and here; 0 if they were not predicted."""
+    margin: float = 0.0
     """The required gain over torch."""
 
     def __str__(self) -> str:
-        there, here = self.waves
+        if self.origin is None:
+            return "a shipped kernel for this policy"
+        there = f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there"
+        if not any(self.waves):
+            return f"{there})"
         return (
-            f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there, {there} waves; "
-            f"{here} here): {self.record.ratio:.3f} x torch expected, "
-            f"{1 + self.margin:.2f} required"
+            f"{there}, {self.waves[0]} waves; {self.waves[1]} here): "
+            f"{self.record.ratio:.3f} x torch expected, {1 + self.margin:.2f} required"
         )
 
 
 @dataclass(frozen=True)
-class Neighbourhood:
-    """The outcome of asking a problem's neighbours."""
+class Offers:
+    """The kernels that may serve a problem without a record, or why there are none."""
 
-    options: tuple[Near, ...] = ()
-    """Kernels that may be launched, the best first."""
+    options: tuple[Any, ...] = ()
+    """The kernels that may be launched, the best first: `Near`, or `predictions.Predicted`."""
     refusal: str = ""
     """Why there are none, in one clause."""
-    neighbours: tuple[Record, ...] = ()
-    """The records that were considered."""
     rows: tuple[int, int] | None = None
     """The numbers of rows that are refused for the same reason; None if this is known for no other number."""
+    neighbours: tuple[Record, ...] = ()
+    """The neighbouring records that were considered."""
 
 
 def neighbourhood(
@@ -123,24 +126,24 @@ def neighbourhood(
     problem: Problem,
     device: Device,
     allows: Callable[[Problem, Candidate], str] = lambda problem, candidate: "",
-) -> Neighbourhood:
+) -> Offers:
     """The kernels that recorded neighbours offer for a problem, by the rules of this module.
 
     allows: returns why a candidate must not be used here; empty if it may be.
     """
     if problem.m == 1:
-        return Neighbourhood(refusal="a single row runs only kernels recorded for one row")
+        return Offers(refusal="a single row runs only kernels recorded for one row")
     neighbours, rows = _brackets(snapshot, problem, device)
     if not neighbours:
-        return Neighbourhood(refusal="no recorded shape is near enough", rows=rows)
+        return Offers(refusal="no recorded shape is near enough", rows=rows)
     margin = _margin(problem, neighbours)
     for neighbour in neighbours:
         if "tile_m" not in neighbour.candidate.params:
-            return Neighbourhood((), f"a library's kernel won at {neighbour.problem.shape}", neighbours, rows)
+            return Offers((), f"a library's kernel won at {neighbour.problem.shape}", rows, neighbours)
         if neighbour.ratio < 1 + margin:
             refusal = f"{neighbour.ratio:.3f} x torch at {neighbour.problem.shape}, {1 + margin:.2f} required"
             # The margin of a single neighbour grows with the distance.
-            return Neighbourhood((), refusal, neighbours, rows if len(neighbours) == 2 else None)
+            return Offers((), refusal, rows if len(neighbours) == 2 else None, neighbours)
     least = min(neighbour.ratio for neighbour in neighbours)
     offers, refusals = [], []
     for neighbour in neighbours:
@@ -157,7 +160,7 @@ def neighbourhood(
         else:
             offers.append(offer)
     offers.sort(key=lambda offer: (-round(offer.record.ratio, 2), abs(offer.waves[1] - offer.waves[0])))
-    return Neighbourhood(tuple(offers), "" if offers else "; ".join(refusals), neighbours)
+    return Offers(tuple(offers), "" if offers else "; ".join(refusals), None, neighbours)
 
 
 def _brackets(

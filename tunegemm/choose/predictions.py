@@ -24,7 +24,7 @@ import numpy as np
 
 from tunegemm.choose.forest import Forest, read
 from tunegemm.choose.invariance import best_ranked, features_of
-from tunegemm.choose.neighbours import library_us
+from tunegemm.choose.neighbours import Offers, library_us
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
@@ -74,18 +74,6 @@ class Predicted:
 
     def __str__(self) -> str:
         return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.basis}"
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """The predictions for the shipped kernels on a problem."""
-
-    options: tuple[Predicted, ...] = ()
-    """The kernels that may be launched, the best first."""
-    refusal: str = ""
-    """Why there are none, in one clause."""
-    rows: tuple[int, int] | None = None
-    """The numbers of rows that are refused for the same reason; None if this is known for no other number."""
 
 
 def ends(most: int) -> list[int]:
@@ -152,7 +140,7 @@ class Fitted:
 
     def outlook(
         self, problem: Problem, device: Device, allows: Allows = anything, ask: Asks = first_choice
-    ) -> Outlook:
+    ) -> Offers:
         """The launches that are expected to be faster than torch.
 
         ask: returns the choice of torch's library on a device; not called if the device is not real.
@@ -160,28 +148,28 @@ class Fitted:
         last = self.rows[-1]
         if problem.m > last:
             refusal = f"predictions are for up to {last} rows"
-            return Outlook(refusal=refusal, rows=(last + 1, sys.maxsize))
+            return Offers(refusal=refusal, rows=(last + 1, sys.maxsize))
         (least_n, most_n), (least_k, most_k) = self.extents
         if not (least_n <= problem.n <= most_n and least_k <= problem.k <= most_k):
             refusal = f"predictions are for N from {least_n} to {most_n} and K from {least_k} to {most_k}"
-            return Outlook(refusal=refusal, rows=(1, last))
+            return Offers(refusal=refusal, rows=(1, last))
         number = self._number(problem)
         if self._margin(case_of(problem, None), number) is None:
             refusal = f"there are no predictions for them at {problem.m} rows"
             rows = (self.rows[number - 1] + 1 if number else 1, self.rows[number])
-            return Outlook(refusal=refusal, rows=rows)
+            return Offers(refusal=refusal, rows=rows)
         if (between := self.range_of(problem.m)) is not None:
             leads = [self.lead_of(replace(problem, m=end), device, ask) for end in between]
             if max(leads) <= -SURELY:
                 where = f"at {between[0]} to {between[1]} rows"
-                return Outlook(
+                return Offers(
                     refusal=f"the best shipped kernel is predicted to gain too little {where}", rows=between
                 )
         case, loss, margin, candidate_of, logs = self.asked_of(problem, device, ask)
         order = np.argsort(-logs, kind="stable").tolist()
         best = logs[order[0]] if order else -math.inf
         if best <= margin:
-            return Outlook(
+            return Offers(
                 refusal=f"the best shipped kernel is predicted at {math.exp(best - loss):.3f} x torch, "
                 f"{math.exp(margin - loss):.3f} required"
             )
@@ -201,7 +189,7 @@ class Fitted:
                 bound, expected = math.exp(logs[row] - margin), math.exp(logs[row] - loss)
                 record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
                 options.append(Predicted(record, label, expected, bound, self._basis(case)))
-        return Outlook(tuple(options), "" if options else "; ".join(refusals))
+        return Offers(tuple(options), "" if options else "; ".join(refusals))
 
     def expected(
         self, problem: Problem, device: Device, library: LibraryChoice | None
@@ -306,17 +294,17 @@ def digest_of_list() -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
-def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Outlook:
+def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Offers:
     """The predictions of the device's model for a problem. An unusable file causes one warning."""
     if not covers(problem):
-        return Outlook(rows=(1, sys.maxsize))
+        return Offers(rows=(1, sys.maxsize))
     name = "fused" if problem.epilogue else "wide" if problem.n > WIDE else "plain"
     fitted = load(name, device.name)
     if isinstance(fitted, str):
-        return Outlook(refusal=fitted, rows=(1, sys.maxsize))
+        return Offers(refusal=fitted, rows=(1, sys.maxsize))
     fingerprint = device.fingerprint
     if fingerprint.mig or fingerprint.sm_budget < fingerprint.sm_count:
-        return Outlook(refusal="predictions are for whole GPUs", rows=(1, sys.maxsize))
+        return Offers(refusal="predictions are for whole GPUs", rows=(1, sys.maxsize))
     return fitted.outlook(problem, device, allows)
 
 
@@ -337,7 +325,7 @@ def load(name: str, gpu: str) -> Fitted | str:
 
 def by_the_library(
     problem: Problem, device: Device, product: Sequence[Record], allows: Allows = anything
-) -> Outlook:
+) -> Offers:
     """The library's algorithm for a product with a residual, passed as its C.
 
     torch computes ``x @ w.t() + residual`` with two kernels, and writes and reads the product between them.
@@ -349,9 +337,9 @@ def by_the_library(
     """
     candidate = as_torch_chooses(problem, device.index) if device.is_real else None
     if candidate is None:
-        return Outlook(refusal="the library has no algorithm that adds its residual")
+        return Offers(refusal="the library has no algorithm that adds its residual")
     if (reason := allows(problem, candidate)) or not (verdict := LIBRARY.check(problem, candidate, device)):
-        return Outlook(refusal=f"the library's sum with its residual: {reason or verdict}")
+        return Offers(refusal=f"the library's sum with its residual: {reason or verdict}")
     modelled = replace(device, spec="model")
     alone_us = library_us(replace(problem, epilogue=""), modelled)
     matrix_bytes = problem.m * problem.n * DTYPE_BYTES[problem.out_dtype]
@@ -360,8 +348,8 @@ def by_the_library(
     faster = max((record.ratio for record in product), default=1.0)
     torchs_us = alone_us + after_us
     if alone_us / faster + after_us < torchs_us - saved_us:
-        return Outlook(refusal="a faster product leaves the library's sum with its residual behind")
+        return Offers(refusal="a faster product leaves the library's sum with its residual behind")
     ratio = torchs_us / (torchs_us - saved_us)
     record = Record(problem, candidate, device.fingerprint, LIBRARY.label(candidate), ratio=ratio)
     basis = "torch's own algorithm, which also adds the residual: one kernel fewer"
-    return Outlook((Predicted(record, record.label, ratio, 1.0, basis),))
+    return Offers((Predicted(record, record.label, ratio, 1.0, basis),))

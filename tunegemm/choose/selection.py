@@ -17,8 +17,7 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
-    from tunegemm.choose.invariance import InvariantOption
-    from tunegemm.choose.neighbours import Near, Neighbourhood
+    from tunegemm.choose.neighbours import Near, Offers
     from tunegemm.choose.predictions import Predicted
 
 #: Dtypes for which torch's grouped product waits for the device. The times of its products do not show the
@@ -37,7 +36,7 @@ class Selection:
     """The records that may be launched, the best first; empty if torch computes the product."""
     why: str
     """One clause: the reason for the first option, or why there is no option."""
-    nears: tuple[Near | InvariantOption, ...] = ()
+    nears: tuple[Near, ...] = ()
     """The options that were measured for other problems, with their expected ratios here."""
     neighbours: tuple[Record, ...] = ()
     """The neighbouring records that were considered, if the problem has no record."""
@@ -166,7 +165,7 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
 
 
 def _added(
-    snapshot: Snapshot, problem: Problem, device: Device, policy: Policy, why: str, around: Neighbourhood
+    snapshot: Snapshot, problem: Problem, device: Device, policy: Policy, why: str, around: Offers
 ) -> Selection:
     """Select for a product with a residual on which none of our kernels promises a gain: the library may."""
     from tunegemm.choose.predictions import by_the_library

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunegemm.choose.invariance import InvariantOption
 from tunegemm.choose.neighbours import Near
 from tunegemm.choose.policies import Policy, read_compile, read_mode, read_policy
 from tunegemm.choose.predictions import Predicted
@@ -108,7 +107,7 @@ class Explanation:
     computes, or if the kernel is predicted."""
     predicted: Predicted | None
     """The expected performance of a kernel that was not measured for this problem."""
-    near: Near | InvariantOption | None
+    near: Near | None
     """The expected performance of a near hit."""
     feedback: StoredRecord | None
     """The measurement of a kernel predicted for this problem; None if no such kernel was measured."""
