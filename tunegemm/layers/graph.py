@@ -42,6 +42,15 @@ def value(node: Any) -> Any:
     return result if isinstance(result, FakeTensor) else None
 
 
+def name_of(node: Node) -> str:
+    """The name of the function, method or property that a node calls; empty for other nodes."""
+    if node.op == "call_method":
+        return str(node.target)
+    if node.target is getattr:  # as Dynamo has properties
+        return str(node.args[1])
+    return str(getattr(node.target, "__name__", ""))
+
+
 def calls(node: Any, name: str) -> tuple[Any, Any] | None:
     """The two operands of a call to a function, operator or method that `_SAME` lists; else None."""
     if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
@@ -82,13 +91,11 @@ def transposed_of(node: Any) -> Node | None:
     result = value(node)
     if result is None or result.ndim != 2 or not node.args or not isinstance(node.args[0], Node):
         return None
-    source, target = node.args[0], node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if target is getattr:  # as Dynamo has properties
-        name = node.args[1]
+    source = node.args[0]
     whole = value(source)
-    is_view = name in _TRANSPOSED and whole is not None and whole.ndim == 2 and not whole.dtype.is_complex
-    if not is_view or storage_of(whole) != storage_of(result):
+    if name_of(node) not in _TRANSPOSED or whole is None or whole.ndim != 2 or whole.dtype.is_complex:
+        return None
+    if storage_of(whole) != storage_of(result):
         return None
     turned = whole.t()
     same = are_same(turned.shape, result.shape) and are_same(turned.stride(), result.stride())
@@ -124,11 +131,12 @@ def passed_on(node: Node) -> Node | None:
     return source if bound.get("training", True) is False and isinstance(source, Node) else None
 
 
-_VIEWS = frozenset((
+VIEWS = frozenset((
     "view", "reshape", "transpose", "permute", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous",
     "chunk", "split", "unbind", "expand", "narrow", "select", "movedim", "swapaxes", "view_as", "reshape_as",
     "mT", "T", "getitem",
 ))  # fmt: skip
+"""Names of what returns views of a tensor, if it can."""
 _NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", "view_as_complex", "stride"))
 
 
@@ -151,13 +159,13 @@ def takes_views(node: Node) -> bool:
 
 def _serve_users(node: Node, value: Any) -> bool:
     for user in node.users:
-        name = str(user.target) if user.op == "call_method" else str(getattr(user.target, "__name__", ""))
+        name = name_of(user)
         if user.op == "output" or name in _NEEDS_LAYOUT:
             return False
         is_method = user.op == "call_method"
         if not is_method and not (user.op == "call_function" and only_computes(user.target)):
             return False
-        if name not in _VIEWS:
+        if name not in VIEWS:
             continue
         if not user.args or user.args[0] is not node:
             return False

@@ -8,7 +8,6 @@ users, that mix dtypes or devices, or that need gradients.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,14 +18,17 @@ from torch.fx import Node
 from tunegemm.generate.joined import MOST_WEIGHTS
 from tunegemm.layers import sites
 from tunegemm.layers.graph import (
+    VIEWS,
     Layer,
     activation_of,
     are_same,
     calls,
     is_matrix,
     linear_of,
+    name_of,
     passed_on,
     product_of,
+    storage_of,
     takes_views,
     value,
 )
@@ -197,55 +199,34 @@ class _Part:
 
 
 def part_of(node: Any) -> _Part | None:
-    """The columns of a node's result that another node selects: a half, or every other column."""
-    if not isinstance(node, Node) or node.op != "call_function" or node.target is not operator.getitem:
+    """The columns of a node's result that another node selects, by whatever views: a half, or every other
+    column."""
+    if (part := value(node)) is None:
         return None
-    source, index = node.args
-    if not isinstance(source, Node):
-        return None
-    if isinstance(index, int):  # of chunk or split
-        if not (0 <= index < 2) or not _is_halved(source):
-            return None
-        return _Part(_source(source), ("first", "second")[index], (source, node))
-    whole = value(source)
-    if not isinstance(index, tuple) or index[0] is not Ellipsis or len(index) != 2 or whole is None:
-        return None
-    columns, taken = whole.shape[-1], index[1]
-    if not isinstance(taken, slice) or type(columns) is not int or columns % 2:
-        return None
-    if any(not isinstance(each, int | None) for each in (taken.start, taken.stop, taken.step)):
-        return None
-    half = columns // 2
-    names = {
-        (0, half, 1): "first",
-        (half, columns, 1): "second",
-        (0, columns, 2): "even",
-        (1, columns, 2): "odd",
-    }
-    part = names.get(taken.indices(columns))
-    return None if part is None else _Part(source, part, (node,))
+    nodes: tuple[Node, ...] = ()
+    while name_of(node) in VIEWS and node.args and isinstance(node.args[0], Node):
+        nodes, node = (node, *nodes), node.args[0]
+        whole = value(node)  # None for the parts that `chunk` returns
+        if whole is not None and (name := _columns_of(part, whole)) is not None:
+            return _Part(node, name, nodes)
+    return None
 
 
-def _is_halved(node: Node) -> bool:
-    """Whether a node takes two halves along the last dimension, by chunk or split."""
-    if not (source := _source(node)) or (whole := value(source)) is None:
-        return False
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    arguments = dict(zip(("size", "dim"), node.args[1:], strict=False)) | node.kwargs
-    dim, columns = arguments.pop("dim", 0), whole.shape[-1]
-    if dim not in (-1, whole.ndim - 1) or type(columns) is not int or columns % 2 or len(arguments) != 1:
-        return False
-    ((_, size),) = arguments.items()
-    if name == "chunk":
-        return bool(size == 2)
-    if name in ("split", "split_with_sizes"):
-        sizes = [*size] if isinstance(size, list | tuple) else [size, size]
-        return sizes == [columns // 2] * 2
-    return False
-
-
-def _source(node: Node) -> Any:
-    return node.args[0] if node.args else None
+def _columns_of(part: torch.Tensor, whole: torch.Tensor) -> str | None:
+    """Which columns of a tensor a view of it has."""
+    columns = whole.shape[-1] if whole.ndim else 1
+    if (
+        type(columns) is not int
+        or columns % 2
+        or storage_of(part) != storage_of(whole)
+        or not are_same(part.shape, (*whole.shape[:-1], columns // 2))
+        or not are_same(part.stride()[:-1], whole.stride()[:-1])
+        or whole.stride(-1) != 1
+    ):
+        return None
+    offset: Any = part.storage_offset() - whole.storage_offset()
+    names = {(0, 1): "first", (columns // 2, 1): "second", (0, 2): "even", (1, 2): "odd"}
+    return names.get((offset, part.stride(-1))) if type(offset) is int else None
 
 
 def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
