@@ -141,20 +141,9 @@ class Call(NamedTuple):
     out: torch.Tensor | None
 
 
-class Named(NamedTuple):
-    """A call that a kernel may compute."""
-
-    operands: Operands
-    """The product, including its problem."""
-    shapes: tuple[tuple[int, ...], ...]
-    """The shapes in which a kernel sees the epilogue's tensors."""
-    words_refusal: str
-    """Why our own kernels cannot read these tensors; empty if they can."""
-
-
 def named(
     form: Form, a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor], out: torch.Tensor | None
-) -> Named | Refusal:
+) -> Operands | Refusal:
     """Describe the form's product ``a @ b``; b is (k, n) for every call.
 
     tensors: the epilogue's, in its order. Torch computes refused products, whatever the database holds.
@@ -162,18 +151,17 @@ def named(
     operands = described(form, a, b, out)
     if isinstance(operands, Refusal):
         return operands
-    problem = operands.problem
     folded = a.ndim > len(operands.views[0])
-    shapes = _views_of_operands(problem, form, tensors, operands.out_shape, folded)
+    shapes = _views_of_operands(operands.problem, form, tensors, operands.out_shape, folded)
     if shapes is None:
         return Refusal("")
-    return Named(operands, shapes, _words_refusal(operands, form, tensors, shapes))
+    words_refusal = _words_refusal(operands.problem, form, tensors, shapes)
+    return replace(operands, shapes=shapes, words_refusal=words_refusal)
 
 
 def _words_refusal(
-    operands: Operands, form: Form, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
+    problem: Problem, form: Form, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> str:
-    problem = operands.problem
     if not problem.fused.words:
         return ""
     seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
@@ -252,6 +240,10 @@ class Operands:
     """Whether every operand is dense: no gap between rows or batch entries."""
     spans: tuple[int, int, int]
     """Bytes from the first to past the last element of a, b and the output."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """The shapes in which a kernel sees the epilogue's tensors, as `named` finds them."""
+    words_refusal: str = ""
+    """Why our own kernels cannot read these tensors; empty if they can."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.dispatch.forms import ALIGNMENT, Call, Form, Named, Refusal, seen_as
+from tunegemm.dispatch.forms import ALIGNMENT, Call, Form, Operands, Refusal, seen_as
 from tunegemm.dispatch.guards import REDUCTIONS, grad_enabled, reductions_allowed
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families
@@ -136,9 +136,8 @@ class Plan:
     """The problem its kernel was recorded or predicted for."""
 
 
-def refusal_of(prepared: Prepared, asked: Named, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:
+def refusal_of(prepared: Prepared, operands: Operands, a: torch.Tensor, b: torch.Tensor) -> Refusal | None:
     """Why a launcher does not take these operands; None if it does."""
-    operands = asked.operands
     if prepared.tma and operands.tma_refusal:
         return Refusal(operands.tma_refusal)
     if prepared.packed and not operands.packed:
@@ -160,13 +159,12 @@ def reduces(prepared: Prepared) -> bool:
     return record is not None and record.candidate.family == "cublaslt" and splits_k(record.candidate)
 
 
-def make_plan(prepared: Prepared, asked: Named, call: Call) -> Plan:
+def make_plan(prepared: Prepared, operands: Operands, call: Call) -> Plan:
     """The plan of a launcher that takes these operands (`refusal_of`); b is (k, n).
 
     Raises the launcher's errors for unsuitable strides.
     """
     form, a, b, tensors, numbers, out = call
-    operands, shapes = asked.operands, asked.shapes
     problem, launch, views = operands.problem, prepared.launch, operands.views
     assert launch is not None
     launch_at, words = None, None
@@ -175,7 +173,7 @@ def make_plan(prepared: Prepared, asked: Named, call: Call) -> Plan:
         a_shape, b_shape, out_shape = views
         launch_at = launch.of(seen_as(a, a_shape), seen_as(b, b_shape), example.view(out_shape))
         if problem.fused.words:
-            seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+            seen = [tensor.view(shape) for tensor, shape in zip(tensors, operands.shapes, strict=True)]
             words = words_binder(problem, form.join(seen, numbers))
     if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix serves a batch
         launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
@@ -189,7 +187,7 @@ def make_plan(prepared: Prepared, asked: Named, call: Call) -> Plan:
         a.device,
         a.device.type == "cuda" and torch.cuda.device_count() > 1,
         words,
-        shapes,
+        operands.shapes,
         reduces(prepared) and a.dtype in REDUCTIONS,
         problem,
         prepared.record,

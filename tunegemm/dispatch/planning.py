@@ -280,7 +280,7 @@ class Planner:
                 about = "refused", tuple(b.shape), b.stride(), b.dtype, form.text
                 self.notices.warn(f"{asked.reason}; {who(name)} falls back to torch", about)
             return None
-        problem = asked.operands.problem
+        problem = asked.problem
         if a.device.type != self.device_type:
             self.notices.warn(
                 lambda: (

@@ -28,7 +28,7 @@ from tunegemm.describe.problem import MAX_ALIGNMENT, alignment_of
 from tunegemm.describe.workload import Product, Workload, merge
 from tunegemm.describe.workload.products import Kind
 from tunegemm.dispatch import api
-from tunegemm.dispatch.forms import LINEAR, Form, Named, Refusal, named
+from tunegemm.dispatch.forms import LINEAR, Form, Operands, Refusal, named
 from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.library import call_of
 from tunegemm.errors import WorkloadError
@@ -415,7 +415,7 @@ _interception = _Interception()
 os.register_at_fork(after_in_child=_interception.forget)
 
 
-def _refusal(call: Named | Refusal) -> str:
+def _refusal(call: Operands | Refusal) -> str:
     """Why torch computes a call; empty if a kernel may compute it."""
     return (call.reason or _BEYOND_KERNELS) if isinstance(call, Refusal) else call.words_refusal
 
@@ -428,7 +428,7 @@ def _activation(name: str, keywords: dict[str, Any]) -> str:
 
 
 def kind_of(
-    asked: _Asked, call: Named | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    asked: _Asked, call: Operands | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
 ) -> Kind:
     """The problem that dispatch would look up; for torch's calls as much of it as can be described."""
     steps = asked.form.epilogue.steps
@@ -441,8 +441,8 @@ def kind_of(
         "accumulation": asked.form.accumulation,
     }
     reason = asked.refusal or _refusal(call)
-    if isinstance(call, Named) and not reason:
-        return Kind(**{name: getattr(call.operands.problem, name) for name in _OF_PROBLEM}, **words)
+    if isinstance(call, Operands) and not reason:
+        return Kind(**{name: getattr(call.problem, name) for name in _OF_PROBLEM}, **words)
     a_major = mode_of(a, "m", "k", "k")
     b_major = mode_of(b, "k", "n", "k")
     return Kind(
