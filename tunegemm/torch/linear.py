@@ -80,7 +80,7 @@ def module_node(layer: torch.nn.Linear, input: Any) -> Any:
 
 
 class _Standing(type):
-    """The metaclass of classes that tables of classes treat as the class that they replace.
+    """The metaclass of `TunedLinear`, which tables of classes treat as the class that it replaces.
 
     Tools look up a layer's exact class (``type(layer) in mapping``: torch.ao.quantization, DeepSpeed's
     policies, tables of FLOPs) and silently skip missing classes. A class that a tool derives has separate
@@ -88,23 +88,14 @@ class _Standing(type):
     """
 
     def __eq__(cls, other: object) -> bool:
-        return cls is other or (_stands_for(cls) is not None and _stands_for(cls) == _stands_for(other))
+        return cls is other or (cls is TunedLinear and other is torch.nn.Linear)
 
     def __hash__(cls) -> int:
-        return hash(_stands_for(cls)) if _stands_for(cls) is not None else super().__hash__()
-
-
-def _stands_for(cls: object) -> object:
-    """The class that one of our classes replaces; `torch.nn.Linear` for itself; None for other classes."""
-    if cls is torch.nn.Linear:
-        return cls
-    return vars(cls).get("stands_for") if isinstance(cls, _Standing) else None
+        return hash(torch.nn.Linear) if cls is TunedLinear else super().__hash__()
 
 
 class TunedLinear(torch.nn.Linear, metaclass=_Standing):
     """A `torch.nn.Linear` that calls `tunegemm.linear`; `patch` installs it. It has no state of its own."""
-
-    stands_for = torch.nn.Linear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if _is_compiling():
@@ -121,22 +112,20 @@ TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-d
 def is_tuned(cls: type) -> bool:
     """Whether a class is `TunedLinear`, or a tool derived it from that class at run time. A class that its
     module has under its name was written by somebody and does not count."""
-    if "stands_for" in vars(cls):
+    if cls is TunedLinear:
         return True
     derived = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
     return derived and any(is_tuned(base) for base in cls.__bases__)
 
 
 def untuned(cls: type) -> type:
-    """The class that `TunedLinear` replaces; for a derived class the same one, derived from that class.
+    """`torch.nn.Linear` for `TunedLinear`; for a derived class the same one, derived from `torch.nn.Linear`.
 
     A derived class is made anew on each call, because a tool may change the class of one layer, for example
     when it removes a parametrization.
     """
-    ours = next(item for item in cls.__mro__ if "stands_for" in vars(item))
-    original: type = vars(ours)["stands_for"]
-    if cls is ours:
-        return original
+    if cls is TunedLinear:
+        return torch.nn.Linear
     bases = tuple(untuned(base) if is_tuned(base) else base for base in cls.__bases__)
     content = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls.__name__.replace(ours.__name__, original.__name__), bases, content)
+    return type(cls.__name__.replace(TunedLinear.__name__, torch.nn.Linear.__name__), bases, content)
