@@ -11,7 +11,7 @@ import pytest
 
 from tests.choose.test_neighbours import kernel
 from tests.support.recorded import fill, recorded_device
-from tunegemm.choose.policies import Policy, parse_policy, read_check_groups, read_engine
+from tunegemm.choose.policies import Policy, parse_policy, read_switch
 from tunegemm.choose.selection import read_rivals, select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
@@ -158,6 +158,6 @@ def test_rivals_are_read_of_the_users_databases(monkeypatch, tmp_path: Path):
     ("text", "served", "checked"), [("1", True, True), ("0", False, False), ("", True, False)]
 )
 def test_switches_are_0_or_1_or_as_usual(monkeypatch, text: str, served: bool, checked: bool):
-    for name in ("TUNEGEMM_VLLM", "TUNEGEMM_CHECK_GROUPS"):
+    for name, expected in (("TUNEGEMM_VLLM", served), ("TUNEGEMM_CHECK_GROUPS", checked)):
         monkeypatch.setenv(name, text)
-    assert (read_engine("vllm", pytest.fail), read_check_groups(pytest.fail)) == (served, checked)
+        assert read_switch(name, pytest.fail) == expected

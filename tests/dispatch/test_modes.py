@@ -12,7 +12,7 @@ import torch
 from tests.choose.test_neighbours import kernel as candidate
 from tests.support.serving import Kernel, Row, dispatcher_of, operands, quietly
 from tests.support.waiting import until
-from tunegemm.choose.policies import read_compile, read_mode
+from tunegemm.choose.policies import read_mode, read_switch
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
@@ -76,7 +76,7 @@ def test_compiling_in_the_background_is_on_unless_the_environment_says_0(monkeyp
     said: list[str] = []
     for text, expected in (("", True), ("1", True), ("0", False), ("no", True)):
         monkeypatch.setenv("TUNEGEMM_COMPILE", text)
-        assert read_compile(said.append) is expected
+        assert read_switch("TUNEGEMM_COMPILE", said.append) is expected
     assert said == ["TUNEGEMM_COMPILE='no' is not known and has no effect; use 0 or 1 or unset it"]
 
 

@@ -181,37 +181,23 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
     return cast(Mode, mode)
 
 
-def read_compile(warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_COMPILE``: whether missing kernels are compiled in the background."""
-    return _switch("TUNEGEMM_COMPILE", True, warn)
+#: Variables that are 0 or 1, and their defaults.
+SWITCHES = {
+    "TUNEGEMM_CHECK_GROUPS": False,  # whether the ends of groups and experts' numbers are checked
+    "TUNEGEMM_COMPILE": True,  # whether missing kernels are compiled in the background
+    "TUNEGEMM_SGLANG": True,  # whether SGLang is served
+    "TUNEGEMM_SUMMARY": False,  # whether products without a record are listed when the process ends
+    "TUNEGEMM_VLLM": True,  # whether vLLM is served
+    "TUNEGEMM_VLLM_GATES": True,  # whether vLLM's gates are fused with the product of gate and up
+}
 
 
-def read_summary(warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_SUMMARY``: whether products without a record are listed when the process ends."""
-    return _switch("TUNEGEMM_SUMMARY", False, warn)
-
-
-def read_engine(engine: str, warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_VLLM`` and the like: whether an engine is served."""
-    return _switch(f"TUNEGEMM_{engine.upper()}", True, warn)
-
-
-def read_engine_gates(engine: str, warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_VLLM_GATES``: whether an engine's gates are fused with the product of gate and up."""
-    return _switch(f"TUNEGEMM_{engine.upper()}_GATES", True, warn)
-
-
-def read_check_groups(warn: Callable[[str], None]) -> bool:
-    """``TUNEGEMM_CHECK_GROUPS``: whether the ends of groups and experts' numbers are checked."""
-    return _switch("TUNEGEMM_CHECK_GROUPS", False, warn)
-
-
-def _switch(name: str, default: bool, warn: Callable[[str], None]) -> bool:
-    """Read a variable that is 0 or 1; for any other value, warn and return the default."""
+def read_switch(name: str, warn: Callable[[str], None]) -> bool:
+    """A variable of `SWITCHES`; for any other value than 0 and 1, warn and return the default."""
     text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
         warn(f"{name}={text!r} is not known and has no effect; use 0 or 1 or unset it")
-    return text == "1" if text in ("0", "1") else default
+    return text == "1" if text in ("0", "1") else SWITCHES[name]
 
 
 def read_policy(warn: Callable[[str], None]) -> Policy:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from tunegemm.choose.operators import absorbed, least_ratio
-from tunegemm.choose.policies import Mode, Policy, read_compile, read_mode, read_policy, read_summary
+from tunegemm.choose.policies import Mode, Policy, read_mode, read_policy, read_switch
 from tunegemm.choose.selection import Selection, read_rivals, recorded, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
@@ -622,8 +622,8 @@ class Planner:
         warn = self.notices.warn
         with self.lock:
             if self._mode is None:
-                self.compiler.is_on = read_compile(warn)
-                if read_summary(warn):
+                self.compiler.is_on = read_switch("TUNEGEMM_COMPILE", warn)
+                if read_switch("TUNEGEMM_SUMMARY", warn):
                     self.notices.sum_up()
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 import tunegemm
-from tunegemm.choose.policies import read_engine
+from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES, PLAIN
@@ -211,7 +211,7 @@ def install(engine: str, log: logging.Logger, parts: dict[str, Callable[[], None
     line names the part, and the engine continues with its own code.
     """
     try:
-        if not read_engine(engine, log.warning) or extension.is_off():
+        if not read_switch(f"TUNEGEMM_{engine.upper()}", log.warning) or extension.is_off():
             return
     except Exception as error:
         log.warning("tunegemm serves nothing: %s", one_line(error))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tunegemm.choose.policies import read_engine_gates
+from tunegemm.choose.policies import read_switch
 from tunegemm.dispatch import api, extension
 from tunegemm.engines import common, vllm_gates
 from tunegemm.engines.common import Misfit, of_engine, replace
@@ -35,7 +35,7 @@ _HOPPER = 90
 
 def register() -> None:
     """Serve the engine of this process. May be called again, and without a GPU; raises nothing."""
-    gates = read_engine_gates("vllm", _log.warning)
+    gates = read_switch("TUNEGEMM_VLLM_GATES", _log.warning)
     common.install(
         "vllm",
         _log,

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.autograd import forward_ad
 
-from tunegemm.choose.policies import read_check_groups
+from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
@@ -131,7 +131,9 @@ class Groups:
 
     def are_checked(self) -> bool:
         """Whether to check values on the device, which makes the host wait: ``TUNEGEMM_CHECK_GROUPS``."""
-        checked: bool = self.launches.once("are checked", lambda: read_check_groups(extension.warn))
+        checked: bool = self.launches.once(
+            "are checked", lambda: read_switch("TUNEGEMM_CHECK_GROUPS", extension.warn)
+        )
         return checked
 
     def below_autograd(

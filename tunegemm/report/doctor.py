@@ -302,11 +302,8 @@ def _environment() -> Check:
 
     warnings: list[str] = []
     mode, policy = policies.read_mode(warnings.append), policies.read_policy(warnings.append)
-    for read in (policies.read_compile, policies.read_summary, policies.read_check_groups):
-        read(warnings.append)
-    for engine in ("vllm", "sglang"):
-        policies.read_engine(engine, warnings.append)
-    policies.read_engine_gates("vllm", warnings.append)
+    for name in policies.SWITCHES:
+        policies.read_switch(name, warnings.append)
     if problem := online_budget()[1]:
         warnings.append(problem)
     for name in sorted(os.environ):

@@ -15,7 +15,7 @@ from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
 from tunegemm.choose.neighbours import Near
-from tunegemm.choose.policies import Policy, read_compile, read_mode, read_policy
+from tunegemm.choose.policies import Policy, read_mode, read_policy, read_switch
 from tunegemm.choose.predictions import Predicted
 from tunegemm.choose.selection import Outcome, Selection, read_rivals, select
 from tunegemm.choose.snapshot import Snapshot
@@ -551,7 +551,8 @@ def _change(problem: Problem, selection: Selection, record: StoredRecord | None,
     if selection.outcome == "near" or record is None:
         return f"{command}: its own record"
     if why_not:
-        meanwhile = ", as its first call does in the background" if read_compile(lambda _: None) else ""
+        waits = read_switch("TUNEGEMM_COMPILE", lambda _: None)
+        meanwhile = ", as its first call does in the background" if waits else ""
         return f"{command}: compiles the missing kernel{meanwhile}"
     if selection.why.startswith("to be verified"):
         return f"tunegemm verify: {selection.why}"
