@@ -44,22 +44,13 @@ def fuse(graph: Graph, make: Make = Match.made, patterns: Sequence[Pattern] | No
 
 
 def _replace(graph: Graph, match: Match, function: Callable[..., Any]) -> None:
-    if match.results:
-        with graph.inserting_before(match.nodes[0]):
-            call = graph.call_function(function, match.operands)
-            parts = [
-                graph.call_function(operator.getitem, (call, place)) for place in range(len(match.results))
-            ]
-        for part, node in zip(parts, match.results, strict=True):
-            part.meta = {**node.meta}
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)
-        return
-    node = match.nodes[-1]
-    with graph.inserting_before(node):
-        new = graph.call_function(function, (*match.operands, *match.ends))
-    new.meta = {**node.meta}
-    node.replace_all_uses_with(new)
+    replaced = match.results or match.nodes[-1:]
+    with graph.inserting_before(replaced[0]):
+        call = graph.call_function(function, (*match.operands, *match.ends))
+        parts = [graph.call_function(operator.getitem, (call, place)) for place in range(len(match.results))]
+    for part, node in zip(parts or [call], replaced, strict=True):
+        part.meta = {**node.meta}
+        node.replace_all_uses_with(part)
     for each in reversed(match.nodes):
         if not each.users:
             graph.erase_node(each)
