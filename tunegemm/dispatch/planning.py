@@ -1,9 +1,7 @@
 """Makes plans on the first call of a key, off the hot path and mostly under a lock.
 
-A *plan* is the prepared launch for one key; None means that torch computes products of that key. Nothing is
-tuned or compiled here: missing kernels are compiled in the background (`dispatch.background`), and mode
-`online` tunes problems without a record when the GPU is idle (`dispatch.online`). Nothing is read or loaded
-while the current stream records a CUDA graph: a product without a plan then falls back to torch.
+Nothing is tuned or compiled here: missing kernels are compiled in the background (`dispatch.background`), and
+mode `online` tunes problems without a record when the GPU is idle (`dispatch.online`).
 """
 
 from __future__ import annotations

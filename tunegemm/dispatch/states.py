@@ -116,10 +116,14 @@ class State:
         """Send plans that share a failed plan's kernel to torch until that kernel is compiled."""
         index = failed.device.index or 0
         for key, plan in list(self.plans.items()):
-            if isinstance(plan, Plan) and plan.device == failed.device and _share_a_kernel(plan, failed):
-                assert plan.problem is not None and plan.record is not None
+            if not isinstance(plan, Plan) or plan.device != failed.device:
+                continue
+            record, other, problem = plan.record, failed.record, plan.problem
+            if record is None or other is None or problem is None:
+                continue
+            if record.candidate.kernel == other.candidate.kernel:  # their dtypes and majors may differ
                 self.plans[key] = None
-                self.wait(plan.problem, index, kernel, plan.record).add(key)
+                self.wait(problem, index, kernel, record).add(key)
         self.forget_checks()
 
     def wait(self, problem: Problem, index: int, kernel: str, record: Record) -> set[tuple[Any, ...]]:
@@ -154,13 +158,6 @@ class State:
         for cache, known in self.launches.items():
             if cache.of_products:
                 known.clear()
-
-
-def _share_a_kernel(plan: Plan, other: Plan) -> bool:
-    """Whether two plans launch the same kernel; their dtypes and majors may differ."""
-    if plan.record is None or other.record is None:
-        return False
-    return plan.record.candidate.kernel == other.record.candidate.kernel
 
 
 class Block:

@@ -169,18 +169,15 @@ def _serve_users(node: Node, value: Any) -> bool:
             continue
         if not user.args or user.args[0] is not node:
             return False
-        arguments = torch.fx.node.map_arg((user.args[1:], user.kwargs), _example_of)
-        others, words = arguments
+        others, words = torch.fx.node.map_arg(
+            (user.args[1:], user.kwargs), lambda each: each.meta.get("example_value", each.meta.get("val"))
+        )
         target: Any = user.target
         function: Any = getattr(value, name) if is_method else partial(target, value)
         made = function(*others, **words)
         if not _serve_users(user, made):
             return False
     return True
-
-
-def _example_of(node: Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:

@@ -179,7 +179,8 @@ def product(
         scale_b = scale_b[:along]
     given = (a, b, scale_a, scale_b, *(() if out is None else (out,)))
     key = out_dtype, a.numel(), b.numel(), len(given)
-    results = _family.launch(key, given, _allocate if out is None else _nothing, _choose, out_dtype)
+    allocate = _allocate if out is None else lambda *_: ()
+    results = _family.launch(key, given, allocate, _choose, out_dtype)
     return None if results is None else (*given, *results)[-1]
 
 
@@ -189,10 +190,6 @@ _family = extension.Family(blocks, BlockKernel.load, "block-scaled products", "t
 def _allocate(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any) -> tuple[torch.Tensor]:
     rows, columns = a.shape[0], b.shape[1]
     return (extension.allocation()((rows, columns), (columns, 1), out_dtype),)
-
-
-def _nothing(*_: Any) -> tuple[()]:
-    return ()
 
 
 def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, _: Any) -> Any:

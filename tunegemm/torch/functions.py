@@ -270,8 +270,8 @@ def _matmul_and_more(
         if operands:
             raise ProblemError("operands without an epilogue; give the epilogue that uses them")
         text = _text(activation, bias is None, residual is None)
-        if not text and isinstance(a, torch.Tensor) and out_dtype == a.dtype and not _is_cast(a):
-            out_dtype = None
+        if not text and isinstance(a, torch.Tensor) and out_dtype == a.dtype:
+            out_dtype = out_dtype if torch.is_autocast_enabled(a.device.type) else None
         return _fused(MATMUL, text, a, b, _present(bias, residual), (), out, out_dtype)
     if bias is not None or activation is not None or residual is not None:
         raise ProblemError(
@@ -302,11 +302,6 @@ def _signature() -> inspect.Signature:
 
 
 matmul.__signature__ = _signature()  # type: ignore[attr-defined]
-
-
-def _is_cast(a: torch.Tensor) -> bool:
-    """Whether autocast may apply."""
-    return torch.is_autocast_enabled(a.device.type)
 
 
 def _text(activation: str | None, no_bias: bool, no_residual: bool) -> str:
