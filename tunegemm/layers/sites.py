@@ -9,7 +9,6 @@ one object, so equal layers of a model decide once.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -328,21 +327,8 @@ def grouped(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tenso
     return grouped_mm(a, b, offs=ends)
 
 
-_lock = threading.RLock()  # sites make their layers' sites
-
-
-def _once(make: Callable[..., Site]) -> Callable[..., Any]:
-    """Make one site for equal arguments, from any thread."""
-    kept = cache(make)
-
-    def made(*arguments: Any) -> Site:
-        with _lock:
-            return kept(*arguments)
-
-    return made
-
-
-chain, gated, several = _once(Linear), _once(Gated), _once(Several)
+# One site for equal arguments: layers that are alike decide once.
+chain, gated, several = cache(Linear), cache(Gated), cache(Several)
 
 
 def linear(has_bias: bool, facts: tuple[Any, ...]) -> Any:
