@@ -30,6 +30,11 @@ _SAME: dict[str, frozenset[Any]] = {
     "mm": frozenset((torch.mm,)),
     "bmm": frozenset((torch.bmm,)),
 }
+#: Torch's activations; the last one is a method's name.
+_ACTIVATIONS: dict[Any, str] = {
+    functional.silu: "silu", functional.gelu: "gelu", torch._C._nn.gelu: "gelu",
+    functional.relu: "relu", torch.relu: "relu", "relu": "relu",
+}  # fmt: skip
 _GROUPED: frozenset[Any] = frozenset((functional.grouped_mm, torch._grouped_mm))
 _TRANSPOSED = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "adjoint"))
 
@@ -106,20 +111,13 @@ def activation_of(node: Any) -> tuple[str, Node] | None:
     """The name and the input of silu, gelu, gelu_tanh or relu; None for anything else, or in place."""
     if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
         return None
-    target, source, kwargs = node.target, node.args[0], dict(node.kwargs)
-    if kwargs.pop("inplace", False) or len(node.args) > 1:
+    words = dict(node.kwargs)
+    if words.pop("inplace", False) or len(node.args) > 1 or node.op not in ("call_function", "call_method"):
         return None
-    if node.op == "call_method":
-        return ("relu", source) if target == "relu" and not kwargs else None
-    if node.op != "call_function":
-        return None
-    if target in (functional.silu, functional.relu, torch.relu):
-        return None if kwargs else ("silu" if target is functional.silu else "relu", source)
-    if target in (functional.gelu, torch._C._nn.gelu):
-        approximate = kwargs.pop("approximate", "none")
-        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
-        return (name, source) if not kwargs and name else None
-    return None
+    name = _ACTIVATIONS.get(node.target)
+    if name == "gelu":
+        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(words.pop("approximate", "none")))
+    return (name, node.args[0]) if name and not words else None
 
 
 def passed_on(node: Node) -> Node | None:

@@ -115,32 +115,38 @@ def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> 
 
 def chain(node: Node) -> Match | None:
     """A layer with an activation, a residual, or both: ``residual + act(linear(x, weight, bias))``."""
-    nodes: list[Node] = [node]
     residual: Node | None = None
-    inner = node
+    found = _layer_behind(node)
     if (pair := calls(node, "add")) is not None:
         for left, right in _both_ways(pair):
-            if isinstance(right, Node) and isinstance(left, Node) and _ends_in_linear(right):
-                residual, inner = left, right
+            if isinstance(left, Node) and isinstance(right, Node) and len(right.users) == 1:
+                residual, found = left, _layer_behind(right)
+            if found is not None:
                 break
-        else:
+        if residual is None or found is None or not _has_shape_of(residual, node):
             return None
-        if not _has_shape_of(residual, node):
-            return None
-        nodes.insert(0, inner)
-        while (source := passed_on(inner)) is not None:
-            inner = source
-            nodes.insert(0, inner)
-    activation = ""
-    if (result := activation_of(inner)) is not None:
-        activation, inner = result
-        nodes.insert(0, inner)
-    if (layer := linear_of(inner)) is None or (residual is None and not activation):
+    if found is None:
         return None
-    x, weight, bias = layer
+    nodes, activation, (x, weight, bias) = found
+    if residual is None and not activation:
+        return None
     operands = [x, weight, *([] if bias is None else [bias]), *([] if residual is None else [residual])]
     words = activation, bias is not None, residual is not None
-    return Match("chain", tuple(dict.fromkeys(nodes)), tuple(operands), sites.chain, words)
+    return Match("chain", tuple(dict.fromkeys((*nodes, node))), tuple(operands), sites.chain, words)
+
+
+def _layer_behind(node: Node) -> tuple[list[Node], str, Layer] | None:
+    """A linear layer, the name of its activation, and all nodes from the layer to this one, which may also be
+    disabled dropouts; None if there is no layer."""
+    nodes = [node]
+    while (source := passed_on(nodes[0])) is not None:
+        nodes.insert(0, source)
+    activation = ""
+    if (result := activation_of(nodes[0])) is not None:
+        activation = result[0]
+        nodes.insert(0, result[1])
+    layer = linear_of(nodes[0])
+    return None if layer is None else (nodes, activation, layer)
 
 
 def several(node: Node) -> Match | None:
@@ -231,18 +237,6 @@ def _columns_of(part: torch.Tensor, whole: torch.Tensor) -> str | None:
 
 def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
     return [] if pair is None else [pair, pair[::-1]]
-
-
-def _ends_in_linear(node: Node) -> bool:
-    """Whether a node is a layer, its activation, or a disabled dropout of either, with one user only."""
-    if len(node.users) != 1:
-        return False
-    inner = node
-    while (source := passed_on(inner)) is not None:
-        inner = source
-    if (result := activation_of(inner)) is not None:
-        inner = result[1]
-    return linear_of(inner) is not None
 
 
 def _lie_alike(first: Node, second: Node) -> bool:
