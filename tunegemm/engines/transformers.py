@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tunegemm.engines.common import is_hopper
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups import grouped
 from tunegemm.groups.gated_experts import experts
@@ -57,10 +58,6 @@ def _in_place_of(own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
     fp8_linear.tunegemm_replaced = own  # type: ignore[attr-defined]
     return fp8_linear
-
-
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def is_served(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block_size: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.fx import Node
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.guards import deterministic
-from tunegemm.engines.common import plain
+from tunegemm.engines.common import is_hopper, plain
 from tunegemm.groups import grouped
 from tunegemm.groups.numbers import multiples
 from tunegemm.groups.routing import SILU, routing
@@ -37,7 +37,6 @@ FACT = "gates"
 _PLAIN = form_of(MATMUL, "")
 _GATE = "swiglu"
 _MM = torch.ops.tunegemm.mm
-_HOPPER = 9, 0
 
 #: The ranges in which one kernel computes gate, up and silu's gate; it is the grouped kernel with all rows in
 #: one group. Each entry has the least and greatest number of rows, and of rows of the weights, gate's and
@@ -181,15 +180,10 @@ def _operator_for(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.T
         and value(match.operands[0]).ndim == 2
         and dtype is torch.bfloat16
         and row_stride == k
-        and (device.type != "cuda" or _is_hopper(device))
+        and (device.type != "cuda" or (is_hopper(device) and hasattr(torch.ops._C, "silu_and_mul")))
         and not extension.policy().is_batch_invariant
         and ranges(columns, k)
     ):
         operator: Callable[..., torch.Tensor] = torch.ops.tunegemm.engine_gated.default
         return operator
     return None
-
-
-def _is_hopper(device: torch.device) -> bool:
-    """Whether the device can run both our kernel and vLLM's own."""
-    return torch.cuda.get_device_capability(device) == _HOPPER and hasattr(torch.ops._C, "silu_and_mul")
