@@ -316,7 +316,7 @@ class Planner:
         """
         taken = absorbed(form.epilogue.steps)
         if state.policy.is_batch_invariant and taken == ("bias_n",):
-            taken = ()  # `Dispatcher.compute` then adds the bias itself: torch's call with a bias is another product
+            taken = ()  # `compute` then adds the bias itself: torch's call with a bias is another product
         if taken or (form.call == LINEAR and b.ndim != 2):
             return False
         if (

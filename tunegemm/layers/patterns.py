@@ -1,7 +1,7 @@
 """The patterns that the pass looks for, each with its match, its replacement and its requirements.
 
 To add one: write a function that returns a `Match` for a node, or None; add a site for it in `sites` (and for
-Inductor a function in `inductor`); and put the pattern into `PATTERNS`, before patterns that match parts of
+Inductor a function in `graph_pass`); and put the pattern into `PATTERNS`, before patterns that match parts of
 it. The pass itself refuses matches whose operands are written to in between, whose intermediates have other
 users, that mix dtypes or devices, or that need gradients.
 """
