@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from tunegemm.compile.artifacts import ArtifactStore, Key, digest
@@ -32,6 +30,8 @@ if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool n
 #: How long one kernel may take: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
 _MOST_WORKERS = 4
+#: Seconds between looks for new requests while kernels are being compiled.
+_LOOK_S = 0.1
 #: Seconds until the next attempt, if the machine could not compile a kernel, as when memory runs out. After
 #: the last attempt this process gives the kernel up.
 RETRY_AFTER_S = (1.0, 15.0, 120.0)
@@ -56,11 +56,6 @@ class _Job(NamedTuple):
     key: Key
     tries: int = 0
     """How many attempts failed."""
-
-
-class _Done(NamedTuple):
-    job: _Job
-    future: Future[CompileResult]
 
 
 def make_pool(families_module: str = families.__name__) -> CompilePool:
@@ -91,7 +86,8 @@ class BackgroundCompiler:
         self._make_pool = make_pool
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._events: queue.SimpleQueue[_Job | _Done] = queue.SimpleQueue()
+        self._jobs: list[_Job] = []
+        """Those that the thread has not taken yet."""
         self._is_running = False
         self._asked: set[str] = set()
         """Kernels that wait or are being compiled."""
@@ -138,69 +134,47 @@ class BackgroundCompiler:
 
     def _put(self, job: _Job) -> bool:
         """Queue a job and start a thread if needed; False if that fails. The caller holds the lock."""
-        self._events.put(job)
+        self._jobs.append(job)
         if not self._is_running:
             try:
-                work = partial(self._work, self._events)
-                threading.Thread(target=work, name="tunegemm-compile", daemon=True).start()
+                threading.Thread(target=self._work, name="tunegemm-compile", daemon=True).start()
             except RuntimeError:  # the interpreter ends, or no thread can be had
-                self._events = queue.SimpleQueue()
+                self._jobs.clear()
                 return False
             self._is_running = True
         return True
 
-    def _work(self, events: queue.SimpleQueue[_Job | _Done]) -> None:
+    def _work(self) -> None:
         """Run the thread until nothing waits. An error is logged, and another thread continues."""
-        start, count = time.monotonic(), 0
-        under_way: dict[str, _Job] = {}
-        ends = False
+        start, count, ends = time.monotonic(), 0, False
+        under_way: dict[Future[CompileResult], _Job] = {}
         try:
             with self._make_pool() as pool:
                 while True:
                     with self._lock:
-                        if not under_way and events.empty():
+                        jobs, self._jobs = self._jobs, []
+                        if not jobs and not under_way:
                             self._is_running, ends = False, True
                             break
-                    event = events.get()
-                    if isinstance(event, _Job):
-                        under_way[event.kernel] = event
-                        self._submit(pool, event, events)
-                    else:
-                        count += self._finish(pool, event)
-                        del under_way[event.job.kernel]
+                    under_way |= {_submit(pool, job): job for job in jobs}
+                    wait(under_way, _LOOK_S, FIRST_COMPLETED)
+                    for future in [each for each in under_way if each.done()]:  # cancelled ones, too
+                        count += self._finish(pool, under_way[future], future)
+                        del under_way[future]
         except BaseException as error:  # for example no pool: else nobody would notice
             self._log(error)
             if not ends:
-                self._begin_anew(under_way, events, error)
+                with self._lock:
+                    jobs, self._jobs = [*under_way.values(), *self._jobs], []
+                    self._is_running = False
+                for job in jobs:
+                    self._retry(job, _reason(error))
         if count:
             seconds = time.monotonic() - start
             _log.info("%d missing kernel(s) compiled in the background in %.0f s; now in use", count, seconds)
 
-    def _begin_anew(
-        self, under_way: dict[str, _Job], events: queue.SimpleQueue[_Job | _Done], error: BaseException
-    ) -> None:
-        """Hand this thread's jobs to a new thread."""
-        with self._lock:
-            self._is_running, self._events = False, queue.SimpleQueue()
-        jobs = [*under_way.values()]
-        with suppress(queue.Empty):
-            while True:
-                if isinstance(event := events.get_nowait(), _Job):
-                    jobs.append(event)
-        for job in jobs:
-            self._retry(job, _reason(error))
-
-    def _submit(self, pool: CompilePool, job: _Job, events: queue.SimpleQueue[_Job | _Done]) -> None:
-        try:
-            future = pool.submit(job.family, job.key)
-        except BaseException as error:
-            future = Future()
-            future.set_exception(error)
-        future.add_done_callback(lambda future: events.put(_Done(job, future)))
-
-    def _finish(self, pool: CompilePool, done: _Done) -> bool:
+    def _finish(self, pool: CompilePool, job: _Job, future: Future[CompileResult]) -> bool:
         """Notify the planner; returns whether the object now exists."""
-        job, future = done
         artifact = None
         try:
             result = future.result()
@@ -263,6 +237,15 @@ class BackgroundCompiler:
         if (reason := _reason(error)) not in self._logged:
             self._logged.add(reason)
             _log.warning("compiling in the background: %s; continuing", reason, exc_info=error)
+
+
+def _submit(pool: CompilePool, job: _Job) -> Future[CompileResult]:
+    try:
+        return pool.submit(job.family, job.key)
+    except BaseException as error:
+        failed: Future[CompileResult] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _reason(error: BaseException) -> str:
