@@ -15,7 +15,7 @@ import torch
 from tests.support.serving import BF16
 from tunegemm.dispatch import extension
 from tunegemm.engines import common, sglang, transformers, vllm
-from tunegemm.engines.vllm_gates import FACT
+from tunegemm.engines.vllm import GATES
 from tunegemm.groups.routing import Gate
 from tunegemm.torch import ops
 
@@ -149,7 +149,7 @@ def test_the_compile_caches_key_gets_our_facts_once(
         return
     assert config.additional_config == {**before, "tunegemm": facts}
     served = {"served": extension.fingerprint(), "records": common.records()}
-    assert facts == served | ({FACT: "with their product"} if gates else {})
+    assert facts == served | ({GATES: "with their product"} if gates else {})
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -57,8 +57,9 @@ from tunegemm.store.record import Record
 
 __all__ = [
     "Family", "Known", "LaunchCache", "allocation", "compiled", "define", "device_of", "device_type",
-    "fingerprint", "forget", "gpu_of", "is_off", "library", "loaded", "may_load", "missed", "observer",
-    "operators", "policy", "recorded", "serves_by", "undifferentiable", "warn", "without_derivative",
+    "fingerprint", "forget", "gpu_of", "is_hopper", "is_off", "library", "loaded", "may_load", "missed",
+    "observer", "operators", "policy", "recorded", "serves_by", "undifferentiable", "warn",
+    "without_derivative",
 ]  # fmt: skip
 
 #: Replacements of ATen's operators, beyond those of two matrices, that `tunegemm.enable` installs: functions
@@ -350,6 +351,11 @@ def device_of(device: torch.device) -> Device:
 def gpu_of(device: torch.device) -> str:
     """The name of a GPU; empty for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU for which our kernels of groups and block scales are built."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def policy() -> Policy:

@@ -171,10 +171,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if type(tensor) in PLAIN or torch.compiler.is_compiling() else tensor.detach()
 
 
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 class Misfit(Exception):
     """The engine is of a version without the parts that we know."""
 

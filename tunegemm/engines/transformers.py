@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tunegemm.engines.common import is_hopper
+from tunegemm.dispatch.extension import is_hopper
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups import grouped
 from tunegemm.groups.gated_experts import experts

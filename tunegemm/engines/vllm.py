@@ -15,7 +15,7 @@ import torch
 
 from tunegemm.choose.policies import read_switch
 from tunegemm.dispatch import api, extension
-from tunegemm.engines import common, vllm_gates
+from tunegemm.engines import common
 from tunegemm.engines.common import Misfit, of_engine, replace
 from tunegemm.torch import functions
 
@@ -25,6 +25,8 @@ _attempt = partial(common.attempt, _log)
 
 #: Our key in `VllmConfig.additional_config`, which is part of the key of vLLM's compile cache.
 CONFIG_KEY = "tunegemm"
+#: Part of that key, beside the records: says that vLLM's graphs contain the operator of `vllm_gates`.
+GATES = "gates"
 #: The name of our kernel class for fp8 layers, also in `VLLM_DISABLED_KERNELS`.
 FP8_KERNEL = "TunegemmFP8ScaledMMLinearKernel"
 
@@ -162,7 +164,7 @@ def configuration(*, gates: bool) -> None:
     def add(config: Any) -> None:
         if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
             facts = {"served": extension.fingerprint(), "records": common.records()}
-            more = {vllm_gates.FACT: "with their product"} if gates else {}
+            more = {GATES: "with their product"} if gates else {}
             config.additional_config = {**config.additional_config, CONFIG_KEY: facts | more}
 
     def make(own: Any) -> Any:
@@ -206,7 +208,7 @@ def _prepare(config: Any) -> None:
     lower()
     common.lower()
     arguments = facts_of(config)
-    if vllm_gates.FACT in arguments:
+    if GATES in arguments:
         _attempt(_gates)
     if why := common.compared(arguments.get("records")):
         _log.warning("tunegemm: %s", why)
@@ -217,11 +219,13 @@ def _gates() -> None:
 
     Imports vLLM's compiler, so only processes that compute call this.
     """
+    from tunegemm.engines import vllm_gates
+
     vllm_gates.lower()
 
     def make(own: Any) -> Any:
         def __call__(self: Any, graph: torch.fx.GraphModule, *others: Any, **words: Any) -> Any:
-            if vllm_gates.FACT in facts_of(self.vllm_config):
+            if GATES in facts_of(self.vllm_config):
                 _attempt(partial(vllm_gates.fuse, graph))
             return own(self, graph, *others, **words)
 
@@ -239,6 +243,8 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 def report(wrapper: Any) -> None:
     """Before a worker's first step: the first rank logs served weights, and all ranks learn the others."""
+    from tunegemm.engines import vllm_gates
+
     _, version = of_engine("vllm.__version__")
     most = wrapper.vllm_config.scheduler_config.max_num_batched_tokens
     what = common.served(wrapper.worker.get_model(), most)

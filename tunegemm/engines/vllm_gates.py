@@ -21,7 +21,7 @@ from torch.fx import Node
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.guards import deterministic
-from tunegemm.engines.common import is_hopper, plain
+from tunegemm.engines.common import plain
 from tunegemm.groups import grouped
 from tunegemm.groups.numbers import multiples
 from tunegemm.groups.routing import SILU, routing
@@ -30,9 +30,6 @@ from tunegemm.layers.graph import Layer, transposed_of, value
 from tunegemm.layers.patterns import Match, half_gate
 from tunegemm.model.grouped import choose
 from tunegemm.torch.lowering import lower_to_function
-
-#: Part of the key of vLLM's compile cache, beside the records: says that its graphs contain the operator.
-FACT = "gates"
 
 _PLAIN = form_of(MATMUL, "")
 _GATE = "swiglu"
@@ -180,7 +177,7 @@ def _operator_for(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.T
         and value(match.operands[0]).ndim == 2
         and dtype is torch.bfloat16
         and row_stride == k
-        and (device.type != "cuda" or (is_hopper(device) and hasattr(torch.ops._C, "silu_and_mul")))
+        and (device.type != "cuda" or (extension.is_hopper(device) and hasattr(torch.ops._C, "silu_and_mul")))
         and not extension.policy().is_batch_invariant
         and ranges(columns, k)
     ):
