@@ -368,6 +368,7 @@ class Fakes(torch.fx.Interpreter):
         (lambda x: x.split([4, 4, 0], 1)[0], "first"), (lambda x: x.split(2)[1], None),
         (lambda x: torch.unbind(x)[0], None), (lambda x: x.narrow(-1, 4, 4)[:], "second"),
         (lambda x: x[..., :4].contiguous(), None), (lambda x: x[..., :4].mul_(2), None),
+        (lambda x: x[..., :4].view(torch.int32), None),
         (lambda x: x.expand(2, 5, -1)[0, :, :4], "first"),
     ],
 )  # fmt: skip

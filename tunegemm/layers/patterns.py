@@ -225,6 +225,7 @@ def _columns_of(part: torch.Tensor, whole: torch.Tensor) -> str | None:
         type(columns) is not int
         or columns % 2
         or storage_of(part) != storage_of(whole)
+        or part.dtype != whole.dtype
         or not are_same(part.shape, (*whole.shape[:-1], columns // 2))
         or not are_same(part.stride()[:-1], whole.stride()[:-1])
         or whole.stride(-1) != 1
