@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -78,3 +80,28 @@ def test_compiled_code_with_graphs_of_its_own_is_served(case: Case, device: Devi
             result = compiled(a).clone()
             assert difference(result, expected) < 6e-3
     torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="its threads do not know the context of the caller")
+def test_a_backward_pass_has_the_policy_of_the_task_that_calls_it() -> None:
+    """In autograd's own thread, while a block of another task of the caller's thread holds, too."""
+    caller = threading.get_ident()
+
+    async def in_turns(prefer: str) -> list[tuple[bool, str]]:
+        seen: list[tuple[bool, str]] = []
+
+        def see(_: torch.Tensor) -> None:
+            seen.append((threading.get_ident() == caller, api.dispatcher.planner.state.policy.prefer))
+
+        x = torch.ones(8, device="cuda", requires_grad=True)
+        x.register_hook(see)
+        with tunegemm.policy(prefer):
+            for _ in range(2):
+                await asyncio.sleep(0)
+                x.square().sum().backward()
+        return seen
+
+    async def both() -> list[list[tuple[bool, str]]]:
+        return await asyncio.gather(in_turns("deterministic"), in_turns("no_workspace"))
+
+    assert asyncio.run(both()) == [[(False, prefer)] * 2 for prefer in ("deterministic", "no_workspace")]

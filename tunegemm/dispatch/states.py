@@ -1,8 +1,9 @@
 """Each policy's plans, and which policy is active.
 
 A policy belongs to a context: a thread or an asyncio task, which chooses it by ``with tunegemm.policy(...)``.
-A context without its own policy uses the process's. Autograd's threads use the policy of the thread that
-called ``backward``: torch copies objects stashed in thread-local state to them.
+A context without its own policy uses the process's. Autograd's threads use the policy of the context that
+called ``backward``: torch 2.13 copies that context for them, and all versions copy objects stashed in
+thread-local state, where the policy of the block that began or ended last in the thread is.
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ class Block:
 
 
 _own: ContextVar[tuple[Block, ...]] = ContextVar("tunegemm_policy", default=())
+_own.set(())  # copies of this context, as tasks', then say that no block holds; empty ones say nothing
 #: Returns the blocks that hold in this context, the last of which decides.
 own = _own.get
 _lock = threading.RLock()
@@ -248,8 +250,19 @@ def _keep(policy: Policy | None) -> None:
 
 
 def _of_backward() -> Policy | None:
-    """The policy of the thread that called ``backward``; None outside a backward pass."""
-    if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_STASHED):
+    """The policy of the context that called ``backward``; None outside a backward pass, or if it has none.
+
+    A pass that another one calls in autograd's threads has their empty context, and so does without it.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    caller = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+    if caller is not None and (blocks := caller.get(_own)) is not None:
+        for block in reversed(blocks):
+            if not block.is_over:
+                return block.policy
+        return None
+    if not torch._C._is_key_in_tls(_STASHED):
         return None
     stashed: Policy | None = torch._C._get_obj_in_tls(_STASHED)
     _keep(stashed)
