@@ -54,8 +54,10 @@ CALLS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "grouped_mm": (lambda x: tunegemm.grouped_mm(x, DOWN, offs=OFFS), X.bfloat16()),
     "the operator grouped_mm": (lambda x: torch.ops.tunegemm.grouped_mm(x, DOWN, OFFS), X.bfloat16()),
     "groups along k": (lambda x: torch.ops.tunegemm.grouped_along_k(x.t(), X.bfloat16(), OFFS), X.bfloat16()),
-    "a gate in groups": (
-        lambda x: torch.ops.tunegemm.gated_grouped_mm(x, GATE_UP.mT, OFFS, None, "swiglu", False),
+    "the operator experts": (
+        lambda x: torch.ops.tunegemm.experts(
+            x, GATE_UP, DOWN, INDEX, SHARES, *[None] * 4, "silu", None, False, False
+        ),
         X.bfloat16(),
     ),
     "experts": (lambda x: tunegemm.experts(x, GATE_UP, DOWN, INDEX, SHARES), X.bfloat16()),

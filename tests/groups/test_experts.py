@@ -194,28 +194,6 @@ def test_numbers_are_kept_where_nothing_looks_on() -> None:
     assert kept.keys() == tensors.keys() and all(kept[key] is each for key, each in tensors.items())
 
 
-def test_compiled_code_has_the_gated_product_as_an_operator(loops: Loops) -> None:
-    given = layer(dtype=torch.bfloat16)
-    torch._dynamo.reset()
-    compiled = torch.compile(tunegemm.experts, backend="aot_eager", fullgraph=True)
-    for elsewhere in (False, True):
-        loops.calls.clear()
-        result = compiled(**given, elsewhere=elsewhere)
-        torch.testing.assert_close(result.float(), by_loops(**given), rtol=5e-2, atol=3e-2)
-        assert [call[4:] for call in loops.calls] == [("swiglu",), ()]
-    rows, ends = given["x"], torch.tensor([2, 4, 4, 7, 11, 11], dtype=torch.int32)
-    arguments = rows, given["gate_up"].mT, ends, None, "swiglu", True
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.tunegemm.gated_grouped_mm.default, arguments, test_utils=tests)
-    served = torch.ops.tunegemm.gated_grouped_mm(*arguments)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TUNEGEMM_MODE", "off")
-        tunegemm.refresh()
-        torchs = torch.ops.tunegemm.gated_grouped_mm(*arguments)
-    tunegemm.refresh()
-    torch.testing.assert_close(served, torchs, rtol=5e-2, atol=3e-2)
-
-
 def test_with_gradients_or_a_gate_of_ones_own_kernels_compute_the_products(loops: Loops) -> None:
     given = layer(dtype=torch.bfloat16)
     plain = tunegemm.experts(**given, activation=lambda both: both[:, :INNER] * both[:, INNER:])

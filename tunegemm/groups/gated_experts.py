@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import deterministic, is_transformed
+from tunegemm.dispatch.guards import is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
@@ -63,8 +64,10 @@ def experts(
     with a contiguous last dimension.
 
     Supports gradients, except with such scales. Nothing waits for the device, so a CUDA graph stays valid
-    for other choices of the router. Raises ProblemError, which names them, if shapes or dtypes do not fit; on
-    a CPU, or with ``TUNEGEMM_CHECK_GROUPS=1``, also if an expert number is invalid.
+    for other choices of the router. Compiled and exported code has the call as one operator,
+    `tunegemm::experts`, unless `activation` is a function other than a `Gate`. Raises ProblemError, which
+    names them, if shapes or dtypes do not fit; on a CPU, or with ``TUNEGEMM_CHECK_GROUPS=1``, also if an
+    expert number is invalid.
     """
     try:
         rank(x)
@@ -79,8 +82,13 @@ def experts(
     arguments = x, gate_up, down, index, weights, gate_up_bias, down_bias
     scales = gate_up_scale, down_scale
     _check(*arguments, *scales, activation)
-    if not index.numel():
-        return _of_nothing(*arguments)
+    if torch.compiler.is_compiling():
+        kind: Any = (activation, None) if isinstance(activation, str) else None
+        if type(activation) is Gate:
+            kind = "", [float(each) for each in activation]
+        if kind is not None:
+            settings = *kind, interleaved, elsewhere
+            return cast(torch.Tensor, torch.ops.tunegemm.experts(*arguments, *scales, *settings))
     return _layer(*arguments, *scales, activation, interleaved, elsewhere)
 
 
@@ -116,10 +124,13 @@ def _layer(
     elsewhere: bool,
 ) -> torch.Tensor:
     """Compute `experts` for valid operands."""
+    if not index.numel():
+        return _of_nothing(x, gate_up, down, index, weights, gate_up_bias, down_bias)
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias, gate_up_scale, down_scale
-    traced = torch.compiler.is_compiling()
+    compiling = torch.compiler.is_compiling()
     # Without gradients, modes and transforms: checked once, not at each product.
-    plain = not traced and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
+    plain = not compiling and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
+    traced = compiling or (not plain and is_fake(x))  # fake: of the operator below, if it needs a gradient
     count, (tokens, chosen) = gate_up.shape[0], index.shape
     # On a CPU, reading values costs no wait.
     if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
@@ -145,7 +156,7 @@ def _layer(
         of_rows = _by_blocks(*both, gate_up_scale, down_scale, activation, interleaved, around)
     else:
         biases = gate_up_bias, down_bias
-        of_rows = _by_rows(*both, *biases, activation, interleaved, around, nobodys, plain)
+        of_rows = _by_rows(*both, *biases, activation, interleaved, around, nobodys, plain, traced)
     # If `route` is not served and choices are few, torch's way back takes fewer operators than computing
     # positions.
     if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
@@ -165,19 +176,19 @@ def _layer(
 
 def _by_rows(
     rows: Any, ends: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, activation: Any,
-    interleaved: bool, around: Any, nobodys: Any, plain: bool,
+    interleaved: bool, around: Any, nobodys: Any, plain: bool, traced: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Both products and the gate between them, of weights with the dtype of the rows."""
-    traced = torch.compiler.is_compiling()
     # Do not repeat the checks if no kernel computes a product.
     multiply, otherwise = (
-        (grouped.groups.below_autograd, grouped.by_torch) if plain else (grouped.groups, grouped_mm)
+        (grouped.groups.below_autograd, grouped.by_torch)
+        if plain
+        else (grouped.groups, grouped.traced if traced else grouped_mm)
     )
     inner = None
-    if activation in GATE_OF:
-        gated = _traced if traced else multiply
+    if activation in GATE_OF and not traced:
         of_gate = rows, gate_up.mT, ends, gate_up_bias, GATE_OF[activation], interleaved
-        inner = gated(*of_gate)
+        inner = multiply(*of_gate)
         if inner is None and plain:
             inner = _recorded(*of_gate)
     if inner is None:
@@ -250,34 +261,6 @@ def _recorded(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool
         call, lambda: _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
     )
     return observed
-
-
-def _traced(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor | None:
-    """Trace the gated product as an operator without gradients; None if a gradient is needed."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-        return None
-    if not grouped.is_traced_well(a, b, offs):
-        return None
-    result: torch.Tensor = torch.ops.tunegemm.gated_grouped_mm(a, b, offs, bias, gate, interleaved)
-    return result
-
-
-def _compute(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool) -> torch.Tensor:
-    arguments = a, b, offs, bias, gate, interleaved
-    result = None if deterministic() else grouped.groups.below_autograd(*arguments)
-    if result is None:
-        result = _recorded(*arguments)
-    if result is None:
-        result = _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
-    return result
-
-
-extension.define(
-    "gated_grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias, str gate, bool interleaved) -> Tensor",
-    _compute,
-    lambda a, b, offs, bias, gate, interleaved: a.new_empty((a.shape[0], b.shape[2] // 2)),
-    grouped.TAGS,
-)
 
 
 def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
@@ -388,3 +371,38 @@ def check_index(index: torch.Tensor, count: int) -> None:
             f"index names expert {least if least < 0 else most} of {count}; give numbers from 0 on; for "
             "experts of other processes pass elsewhere=True, too"
         )
+
+
+# ---- the layer as an operator -----------------------------------------------------------------------
+
+
+def _compute(*arguments: Any) -> torch.Tensor:
+    """Compute the operator `tunegemm::experts`. Its gate has the fields of a `Gate`, as numbers."""
+    *operands, activation, gate, interleaved, elsewhere = arguments
+    if gate is not None:
+        slope, limit, offset, turns = gate
+        activation = Gate(slope, limit, offset, bool(turns))
+    given: Any = (*operands, activation, interleaved, elsewhere)
+    return _layer(*given)
+
+
+def _above_autograd(keyset: Any, *arguments: Any) -> torch.Tensor:
+    """Compute it below autograd, or by operators with derivatives if it needs a gradient."""
+    if is_transformed() or grouped.has_gradient(*arguments[:_TENSORS]):
+        return _compute(*arguments)
+    operator = torch.ops.tunegemm.experts.default
+    result: torch.Tensor = extension.without_derivative(operator, _compute, keyset, *arguments)
+    return result
+
+
+#: How many of the operator's arguments are tensors.
+_TENSORS = 9
+extension.define(
+    "experts(Tensor x, Tensor gate_up, Tensor down, Tensor index, Tensor weights, Tensor? gate_up_bias,"
+    " Tensor? down_bias, Tensor? gate_up_scale, Tensor? down_scale, str activation, float[]? gate,"
+    " bool interleaved, bool elsewhere) -> Tensor",
+    _compute,
+    lambda x, *_: x.new_empty(x.shape),
+    grouped.TAGS,
+    _above_autograd,
+)

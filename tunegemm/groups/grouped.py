@@ -87,7 +87,7 @@ def grouped_mm(
     """
     try:
         if torch.compiler.is_compiling():
-            return _traced(a, b, offs, bias, out_dtype)
+            return traced(a, b, offs, bias, out_dtype)
         if offs is not None:
             rank(a)  # raises TypeError for a proxy
             rank(b)
@@ -496,12 +496,12 @@ def is_traced_well(a: Any, b: Any, offs: Any) -> bool:
     )
 
 
-def _traced(
+def traced(
     a: torch.Tensor,
     b: torch.Tensor,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute `grouped_mm` while a graph is traced."""
     if offs is None or out_dtype not in (None, torch.bfloat16) or not is_traced_well(a, b, offs):
