@@ -16,7 +16,7 @@ from torch._dynamo.decorators import mark_unbacked
 
 import tunegemm
 from tests.groups import test_scaled_experts
-from tests.groups.test_experts import CHOSEN, EXPERTS, HIDDEN, INNER, by_loops, layer
+from tests.groups.test_experts import CHOSEN, EXPERTS, HIDDEN, INNER, by_loops, layer, model
 from tests.support.grouped import Loops
 from tunegemm.errors import ProblemError
 from tunegemm.groups.routing import SILU, Gate
@@ -271,6 +271,19 @@ def test_numbers_of_no_expert_are_named() -> None:
     given["index"][3, 1] = EXPERTS
     with pytest.raises(ProblemError, match="index names expert 6 of 6; give numbers from 0 on"):
         compiled(**given)
+
+
+def test_a_layer_of_transformers_is_one_operator() -> None:
+    made = model("Mixtral").to(BF16)
+    made.set_experts_implementation("tunegemm")
+    module = next(each for each in made.modules() if type(each).__name__ == "MixtralExperts")
+    weights, index = torch.rand(5, EXPERTS).topk(CHOSEN)
+    for grad in (False, True):
+        compiled = Compiled(module)
+        with torch.set_grad_enabled(grad):
+            given = rows(5), index, weights.to(BF16)
+            assert torch.equal(compiled(*given), module(*given))
+        assert "experts" in compiled.graphs[0]
 
 
 @pytest.mark.parametrize("grad", [False, True])
