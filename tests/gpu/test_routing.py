@@ -187,6 +187,24 @@ def test_layers_ask_torch_for_nothing_else(around: Routing, tokens: int, kind: s
     assert error(result, reference.roll(1, 0)) < 8e-3
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_code_runs_the_kernels_of_the_call(around: Routing, mode: str) -> None:
+    """Also from its first call on, which a CUDA graph of the next one follows."""
+    assert not provide_grouped("gated").failures
+    torch.manual_seed(0)
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x, up = torch.randn(16, 256, **half), torch.randn(8, 512, 256, **half) / 16
+    down, weights = torch.randn(8, 256, 256, **half) / 16, torch.rand(16, 2, **half)
+    torch._dynamo.reset()
+    compiled = torch.compile(tunegemm.experts, mode=mode, fullgraph=True)
+    for _ in range(4):
+        index = drawn(16, 2, 8, torch.int64, 0)
+        torch.compiler.cudagraph_mark_step_begin()
+        result = compiled(x, up, down, index, weights).clone()
+        assert {name for name, *_ in around.launches.all()} == {"route", "combine"}
+        assert torch.equal(result, tunegemm.experts(x, up, down, index, weights))
+
+
 @pytest.mark.parametrize("nobodys", [-1, -(2**31), 8, 2**31 - 1])
 def test_experts_of_other_processes_add_nothing_by_any_way(around: Routing, nobodys: int) -> None:
     """Kernels, torch's operations with gradients, and compiled code."""

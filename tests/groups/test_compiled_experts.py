@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.decorators import mark_unbacked
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunegemm
 from tests.groups import test_scaled_experts
@@ -193,6 +194,24 @@ def test_surroundings_change_nothing(tokens: int, name: str) -> None:
     with WAYS[name]():
         assert torch.equal(compiled(**given), tunegemm.experts(**given))
     assert len(compiled.graphs) == 1
+
+
+def test_under_a_dispatch_mode_the_kernels_serve(loops: Loops) -> None:
+    """As under the one by which torch checks operators at the first call of compiled code."""
+    seen: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    given = layer(dtype=BF16)
+    expected = tunegemm.experts(**given)
+    loops.calls.clear()
+    with Watch():
+        result = torch.ops.tunegemm.experts(*given.values(), *[None] * 4, "silu", None, False, False)
+    assert torch.equal(result, expected) and [each[4:] for each in loops.calls] == [("swiglu",), ()]
+    assert seen == [torch.ops.tunegemm.experts.default]
 
 
 def test_deterministic_mode_is_minded_at_each_call(loops: Loops) -> None:
