@@ -7,12 +7,14 @@ import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.decorators import mark_unbacked
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunegemm
@@ -28,7 +30,7 @@ BACKENDS = "eager", "aot_eager", "tunegemm"
 
 
 class Compiled:
-    """A function or a module, compiled into one graph; without gradients, as it stands outside of `grads`."""
+    """A function or a module, compiled without a break."""
 
     def __init__(self, call: Callable[..., Any] = tunegemm.experts, backend: str = "aot_eager") -> None:
         self.graphs: list[list[str]] = []
@@ -265,10 +267,29 @@ def test_transforms_are_the_calls() -> None:
     def loss(x: torch.Tensor) -> torch.Tensor:
         return call(x, given["index"], given["weights"]).float().square().sum()
 
+    shares = given["weights"]
+    of_shares = partial(call, given["x"], given["index"])
+    _, tangent = Compiled(lambda: torch.func.jvp(of_shares, (shares,), (shares,)))()
+    torch.testing.assert_close(tangent, of_shares(shares), rtol=5e-2, atol=3e-2)
     vmapped = Compiled(lambda: torch.vmap(call)(*pairs))()
     torch.testing.assert_close(vmapped.flatten(0, 1), tunegemm.experts(**given), rtol=5e-2, atol=3e-2)
     differentiated = Compiled(lambda: torch.func.grad(loss)(given["x"]))()
     assert torch.equal(differentiated, torch.func.grad(loss)(given["x"]))
+
+
+def test_any_tracer_has_operators_with_derivatives(loops: Loops) -> None:
+    """Also one that does not say that it compiles, as torch's own for backward passes before 2.13."""
+
+    def gradient(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        result = torch.ops.tunegemm.experts(x, *others, *[None] * 4, "silu", None, False, False)
+        return torch.autograd.grad(result.float().square().sum(), x)[0]
+
+    given = layer(dtype=BF16).values()
+    graph = make_fx(gradient, tracing_mode="fake")(*given)
+    targets = [node.target for node in graph.graph.nodes]
+    assert targets.count(torch.ops.tunegemm.grouped_mm.default) == 4
+    assert torch.equal(graph(*given), gradient(*given))
 
 
 def test_threads_share_compiled_code(loops: Loops) -> None:
@@ -277,9 +298,8 @@ def test_threads_share_compiled_code(loops: Loops) -> None:
     expected = [tunegemm.experts(**given) for given in layers]
     compiled(**layers[0])
     with ThreadPoolExecutor(2) as threads:
-        for results in threads.map(lambda given: [compiled(**given) for _ in range(9)], layers):
-            wanted = next(iter(expected))
-            expected.pop(0)
+        found = threads.map(lambda given: [compiled(**given) for _ in range(9)], layers)
+        for results, wanted in zip(found, expected, strict=True):
             assert all(torch.equal(result, wanted) for result in results)
 
 

@@ -186,7 +186,7 @@ def _by_rows(
         else (grouped.groups, grouped.traced if traced else grouped_mm)
     )
     inner = None
-    if activation in GATE_OF and not traced:
+    if activation in GATE_OF:
         of_gate = rows, gate_up.mT, ends, gate_up_bias, GATE_OF[activation], interleaved
         inner = multiply(*of_gate)
         if inner is None and plain:
