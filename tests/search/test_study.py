@@ -420,7 +420,7 @@ def test_numbers_are_near_by_their_places_and_words_only_if_equal() -> None:
         for word in "acb" for size in (1, 2, 100)
     ]  # fmt: skip
     searches = [Search(ranked, {"order": ("x", "y", "z")}, EFFORTS["quick"].plan)]
-    near = list(Kernels(searches, value_lists(searches)).near("f", {"word": "a", "size": 0, "order": "z"}))
+    near = list(Kernels(searches, value_lists(searches)).near("f", {"word": 0, "size": 0, "order": 2}))
     assert [f"{one['word']}{one['size']}" for one in near[-len(ranked) :]] == [
         "a1", "a2", "a100", "c1", "b1", "c2", "b2", "c100", "b100",
     ]  # fmt: skip

@@ -1,11 +1,11 @@
 """Any Optuna sampler over a problem's candidates.
 
 Most points of the value lists are infeasible: a ring can be too deep for its tile, for example. So the
-sampler works on its own study in memory, which has one static space for all families: numbers are places in
-their lists, words are categories, and parameters that a family lacks have the first value. The nearest
-feasible candidate replaces each suggestion, and the sampler learns that candidate's result. After 32 trials
-Optuna's TPE was 1.2 % behind the best this way, and 11 % behind unmodified (median of six sweeps of an H200,
-replayed 2026-11-22).
+sampler works on its own study in memory, which has one static space for all families: values are places in
+their lists, those of words as categories, and parameters that a family lacks have the first value. The
+nearest feasible candidate replaces each suggestion, and the sampler learns that candidate's result. After 32
+trials Optuna's TPE was 1.2 % behind the best this way, and 11 % behind unmodified (median of six sweeps of an
+H200, replayed 2026-11-22).
 """
 
 from __future__ import annotations
@@ -233,10 +233,7 @@ class Delegate:
         first = search.ranked[0]
 
         def value(name: str, own: Value) -> Value:
-            listed = self._lists.get(name, ())
-            if name not in params:
-                return own
-            return listed[params[name]] if is_ordered(listed) else params[name]
+            return self._lists[name][params[name]] if name in params else own
 
         return Candidate(
             family,
@@ -246,21 +243,24 @@ class Delegate:
 
 
 class Kernels:
-    """All families' kernels as points of the static space."""
+    """All families' kernels as points of the static space: a value is its place in its list."""
 
     def __init__(self, searches: Sequence[Search], lists: Mapping[str, tuple[Value, ...]]) -> None:
-        self._lists = {name: listed for name, listed in lists.items() if len(listed) > 1}
-        self._places = {name: {v: i for i, v in enumerate(listed)} for name, listed in self._lists.items()}
-        self._ordered = {name: is_ordered(listed) for name, listed in self._lists.items()}
+        lists = {name: listed for name, listed in lists.items() if len(listed) > 1}
+        self._places = {name: {v: i for i, v in enumerate(listed)} for name, listed in lists.items()}
+        #: The width of a list of numbers; 0 for words, which are either equal or not.
+        self._scales = {
+            name: len(listed) - 1.0 if is_ordered(listed) else 0.0 for name, listed in lists.items()
+        }
         self.distributions: dict[str, Any] = {}
         if len(searches) > 1:
             names = [search.family for search in searches]
             self.distributions[FAMILY] = optuna.distributions.CategoricalDistribution(names)
-        for name, listed in self._lists.items():
+        for name, listed in lists.items():
             self.distributions[name] = (
                 optuna.distributions.IntDistribution(0, len(listed) - 1)
-                if self._ordered[name]
-                else optuna.distributions.CategoricalDistribution(listed)
+                if self._scales[name]
+                else optuna.distributions.CategoricalDistribution(range(len(listed)))
             )
         self._ranked = {search.family: list(search.ranked) for search in searches}
         self._launch = {search.family: dict(search.launch_values) for search in searches}
@@ -269,34 +269,29 @@ class Kernels:
 
     def encode(self, candidate: Candidate) -> dict[str, Any] | None:
         """Return the point of a candidate; None if a value is in no list, as with an older space."""
-        params: dict[str, Any] = {}
-        for name, distribution in self.distributions.items():
-            if name == FAMILY:
-                params[name] = candidate.family
-            elif (value := candidate.params.get(name)) is None:
-                params[name] = 0 if self._ordered[name] else distribution.choices[0]
-            elif value not in self._places[name]:
+        params: dict[str, Any] = {FAMILY: candidate.family} if FAMILY in self.distributions else {}
+        for name, places in self._places.items():
+            value = candidate.params.get(name)
+            if value is not None and value not in places:
                 return None
-            else:
-                params[name] = self._places[name][value] if self._ordered[name] else value
+            params[name] = 0 if value is None else places[value]
         return params
 
     def near(self, family: str, params: Mapping[str, Any]) -> Iterator[Candidate]:
         """Return the launches of the family's kernels nearest to a point, nearest first; among equally near
         ones the higher-ranked kernel comes first.
         """
-        names = [n for n in self.distributions if n != FAMILY and n not in self._launch[family]]
-        launched = [n for n in self.distributions if n in self._launch[family]]
+        names = [name for name in self._places if name not in self._launch[family]]
+        launched = [name for name in self._places if name in self._launch[family]]
         if family not in self._columns:
             rows = [self.encode(kernel) or {} for kernel in self._ranked[family]]
             grid = [
                 dict(zip(self._launch[family], values, strict=True))
                 for values in itertools.product(*self._launch[family].values())
             ]
-            encoded = [self._encoded(launch) for launch in grid]
             self._columns[family] = (
-                numpy.array([[self._number(n, row.get(n)) for n in names] for row in rows]),
-                numpy.array([[self._number(n, row.get(n)) for n in launched] for row in encoded]),
+                numpy.array([[row.get(name, 0) for name in names] for row in rows]),
+                numpy.array([[self._places[name][launch[name]] for name in launched] for launch in grid]),
             )
             self._grids[family] = grid
         kernels, launches = self._columns[family]
@@ -312,26 +307,9 @@ class Kernels:
     def _distance(self, names: list[str], columns: Any, params: Mapping[str, Any]) -> Any:
         """Return each row's distance to a point: numbers differ by their places, relative to the list; words
         by 0 or 1."""
-        if not names:
-            return numpy.zeros(len(columns))
-        point = numpy.array([self._number(name, params[name]) for name in names])
-        steps = numpy.abs(columns - point)
-        scale = numpy.array([self._scale(name) for name in names])
+        steps = numpy.abs(columns - numpy.array([params[name] for name in names]))
+        scale = numpy.array([self._scales[name] for name in names])
         return numpy.where(scale > 0, steps / numpy.maximum(scale, 1.0), steps != 0).sum(axis=1)
-
-    def _encoded(self, launch: Mapping[str, Value]) -> dict[str, Any]:
-        return {
-            n: self._places[n][v] if self._ordered[n] else v for n, v in launch.items() if n in self._lists
-        }
-
-    def _number(self, name: str, value: Any) -> float:
-        if value is None:
-            return 0.0
-        return float(value if self._ordered[name] else self._places[name][value])
-
-    def _scale(self, name: str) -> float:
-        """Return the width of an ordered parameter; 0 for words, which are either equal or not."""
-        return len(self._lists[name]) - 1.0 if self._ordered[name] else 0.0
 
 
 def value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
