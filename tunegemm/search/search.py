@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,9 @@ class Search:
         Raises SpaceError if the kernels are of several families or have different parameters, and if the
         budget is invalid.
         """
-        _check_alike(ranked)
+        for candidate in ranked[1:]:
+            if _kind(candidate) != _kind(ranked[0]):
+                raise SpaceError(f"a search needs candidates of one family; got {ranked[0]} and {candidate}")
         self.ranked = list(ranked)
         """The kernels, each at its model-best launch, best first."""
         self._plan = plan
@@ -114,12 +117,6 @@ class Search:
     def family(self) -> str:
         """The kernel family of the search; empty if no kernel is feasible."""
         return self.ranked[0].family if self.ranked else ""
-
-    @property
-    def best(self) -> tuple[Candidate, float] | None:
-        """The highest value so far and its candidate."""
-        leaders = self.finalists(1)
-        return (leaders[0], self.results[leaders[0]] or 0.0) if leaders else None
 
     def stage_of(self, candidate: Candidate) -> StageName:
         """In which stage a candidate was asked for."""
@@ -386,7 +383,8 @@ def _launches_around(leader: Candidate, launch_values: Mapping[str, Sequence[Val
     grid = (
         leader.with_launch(**dict(zip(names, values, strict=True))) for values in itertools.product(*lists)
     )
-    return sorted(grid, key=lambda launch: _differences(launch, leader))
+    own = leader.launch_params
+    return sorted(grid, key=lambda launch: sum(map(operator.ne, launch.launch_params, own)))
 
 
 def is_ordered(listed: Sequence[Value]) -> bool:
@@ -438,16 +436,6 @@ def _tile_and_cluster(candidate: Candidate) -> tuple[Value | None, ...]:
     return tuple([candidate.params.get(name) for name in (*_TILE, *_CLUSTER)])
 
 
-def _check_alike(ranked: Sequence[Candidate]) -> None:
-    for candidate in ranked[1:]:
-        first = ranked[0]
-        if candidate.family != first.family or not _same_names(candidate, first):
-            raise SpaceError(f"a search needs candidates of one family; got {first} and {candidate}")
-
-
-def _same_names(candidate: Candidate, other: Candidate) -> bool:
-    return [name for name, _ in candidate.compile_params] == [name for name, _ in other.compile_params]
-
-
-def _differences(candidate: Candidate, other: Candidate) -> int:
-    return sum(a != b for a, b in zip(candidate.launch_params, other.launch_params, strict=True))
+def _kind(candidate: Candidate) -> tuple[str, ...]:
+    """The family, and the names of the parameters."""
+    return candidate.family, *dict(candidate.compile_params)
