@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -272,16 +271,17 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     l2_us = l2_bytes / (l2_rate * device.sm_count * full_clock_mhz)
 
     # 4. DRAM.
-    grid = _Grid(m, n, problem.k * in_bytes, batch, clusters_m, clusters_n, c, resident, device.l2_bytes)
+    k_bytes, usable = problem.k * in_bytes, _L2_USABLE * device.l2_bytes
+    grid = _Waves.of(m, n, k_bytes, clusters_m, clusters_n, c, resident)
     written_bytes = problem.m * problem.n * batch * out_bytes
-    waited_bytes = grid.waited_bytes() + np.where(
-        c.streams, _OUT_OF_STEP * cut / clusters * grid.unshared_bytes(), 0
-    )
+    unshared_bytes = batch * _unshared_bytes([(m, clusters_n), (n, clusters_m)], k_bytes, usable)
+    out_of_step = np.where(c.streams, _OUT_OF_STEP * cut / clusters * unshared_bytes, 0)
+    waited_bytes = batch * grid.waited_bytes(usable) + out_of_step
     dram_us = (waited_bytes + written_bytes) / _bandwidth(device)
     behind = _BEHIND / (c.tile_m * c.tile_n * problem.k / c.split_k)
     strained = (c.swizzle >= _WIDE) & (l2_us > _STRAINED * compute_us)
     apart = (1 + _STREAM_OUT_OF_STEP * cut / clusters) * np.where(strained, _STRAINED_OUT_OF_STEP, 1.0)
-    read_bytes = grid.read_bytes(behind, apart)
+    read_bytes = batch * grid.read_bytes(c, behind, apart, device.l2_bytes)
 
     # 5. Epilogue of one tile, and the exposed part of all epilogues.
     subtiles = _ceil(c.tile_n, c.epi_n)
@@ -346,81 +346,8 @@ def fits_l2(problem: Problem, device: Device) -> bool:
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """The output's clusters and their order."""
-
-    m: Ints
-    n: Ints
-    k_bytes: int
-    """Bytes of one row of an operand."""
-    batch: int
-    clusters_m: Ints
-    clusters_n: Ints
-    columns: Columns
-    resident: Ints
-    l2_bytes: int
-
-    @cached_property
-    def _waves(self) -> _Waves:
-        """Tiles go along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
-        block of the grid, and reads its rows of A and columns of B once.
-        """
-        c = self.columns
-        rows, columns = c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
-        m, n = np.where(c.along_n, self.n, self.m), np.where(c.along_n, self.m, self.n)
-        along = np.where(c.along_n, self.clusters_n, self.clusters_m)
-        across = np.where(c.along_n, self.clusters_m, self.clusters_n)
-        extent_along, extent_across = np.where(c.along_n, columns, rows), np.where(c.along_n, rows, columns)
-        group = np.minimum(c.swizzle, across)
-        wave_along = np.minimum(along, _ceil(self.resident, group))
-        wave_across = np.minimum(across, np.maximum(group, _ceil(self.resident, along)))
-        count = np.maximum(1.0, along * across / self.resident)
-        along_bytes = np.minimum(m, wave_along * extent_along) * self.k_bytes
-        across_bytes = np.minimum(n, wave_across * extent_across) * self.k_bytes
-        once = (m + n) * self.k_bytes
-        again = np.maximum(0.0, count * (along_bytes + across_bytes) - once)
-        return _Waves(count, np.minimum(count, across / group), along_bytes, across_bytes, once, again)
-
-    def waited_bytes(self) -> Floats:
-        """Operand bytes from device memory that the kernel waits for, fitted to the times of sweeps.
-
-        Within a group the columns stay; each group reads the rows again. The next wave finds the bytes that
-        L2 still holds, which are all bytes if both operands fit.
-        """
-        waves, usable = self._waves, _L2_USABLE * self.l2_bytes
-        wave_bytes = waves.along_bytes + waves.across_bytes
-        kept = np.minimum(1.0, usable / np.where(wave_bytes < usable, waves.once, wave_bytes))
-        return self.batch * np.where(waves.once <= usable, waves.once, waves.once + waves.again * (1 - kept))
-
-    def unshared_bytes(self) -> Floats:
-        """Operand bytes beyond one reading if each cluster read its own, of operands that L2 cannot keep."""
-        usable = _L2_USABLE * self.l2_bytes
-        readers = ((self.m * self.k_bytes, self.clusters_n), (self.n * self.k_bytes, self.clusters_m))
-        again = [np.where(size > usable, size * (count - 1.0), 0.0) for size, count in readers]
-        return self.batch * (again[0] + again[1])
-
-    def read_bytes(self, behind: Floats, apart: Floats) -> Floats:
-        """Operand bytes that device memory reads, fitted to hardware counters; these bytes cost energy.
-
-        The next wave finds the bytes that half of L2 still holds, because each half keeps the reads of its
-        own multiprocessors. behind: how far clusters are out of step, as a fraction of a tile's work. apart:
-        the factor by which that increases the bytes read again.
-        """
-        waves, c = self._waves, self.columns
-        kept = 1 - (waves.along_bytes + waves.across_bytes) / (self.l2_bytes / 2)
-        kept = np.maximum(np.maximum(0.0, kept), np.minimum(1.0, behind**1.5))
-        held = waves.count * waves.along_bytes - waves.once
-        held = held + waves.across_bytes * (waves.groups + _GROUP_AGAIN * (waves.count - waves.groups))
-        holds = (waves.across_bytes <= _GROUP_FITS * self.l2_bytes) & (behind <= _GROUP_OUT_OF_STEP)
-        held = np.where(holds & c.gpc_aware & ~c.streams, np.maximum(0.0, held), _GROUP_LOST * waves.again)
-        again = np.where(c.streamed, held, waves.again) * (1 - kept) * apart
-        fits = waves.once <= _L2_USABLE * self.l2_bytes
-        return self.batch * np.where(fits, waves.once, waves.once + again)
-
-
-@dataclass(frozen=True)
 class _Waves:
-    """The bytes that the waves of a grid read."""
+    """The operand bytes of one batch entry that the waves of a grid read."""
 
     count: Floats
     groups: Floats
@@ -428,10 +355,68 @@ class _Waves:
     """Bytes that one wave reads of the operand that streams past a group."""
     across_bytes: Floats
     """Bytes that one wave reads of the operand that a group shares."""
-    once: Floats
+    once: Ints
     """Bytes that all waves would read if they read nothing twice."""
     again: Floats
     """Further bytes that they would read if no wave found bytes of another in L2."""
+
+    @classmethod
+    def of(
+        cls, m: Ints, n: Ints, k_bytes: int, clusters_m: Ints, clusters_n: Ints, c: Columns, resident: Ints
+    ) -> Self:
+        """Tiles go along M (or N) through groups of `swizzle` clusters of the other mode. A wave covers a
+        block of the grid, and reads its rows of A and columns of B once. k_bytes: of one row of an operand.
+        """
+        rows, columns = c.tile_m * c.cluster_m, c.tile_n * c.cluster_n
+        m, n = np.where(c.along_n, n, m), np.where(c.along_n, m, n)
+        along = np.where(c.along_n, clusters_n, clusters_m)
+        across = np.where(c.along_n, clusters_m, clusters_n)
+        extent_along, extent_across = np.where(c.along_n, columns, rows), np.where(c.along_n, rows, columns)
+        group = np.minimum(c.swizzle, across)
+        wave_along = np.minimum(along, _ceil(resident, group))
+        wave_across = np.minimum(across, np.maximum(group, _ceil(resident, along)))
+        count = np.maximum(1.0, along * across / resident)
+        along_bytes = np.minimum(m, wave_along * extent_along) * k_bytes
+        across_bytes = np.minimum(n, wave_across * extent_across) * k_bytes
+        once = (m + n) * k_bytes
+        again = np.maximum(0.0, count * (along_bytes + across_bytes) - once)
+        return cls(count, np.minimum(count, across / group), along_bytes, across_bytes, once, again)
+
+    def waited_bytes(self, usable: float) -> Floats:
+        """Operand bytes from device memory that the kernel waits for, fitted to the times of sweeps.
+
+        Within a group the columns stay; each group reads the rows again. The next wave finds the bytes that
+        L2 still holds, which are all bytes if both operands fit into its `usable` bytes.
+        """
+        wave_bytes = self.along_bytes + self.across_bytes
+        kept = np.minimum(1.0, usable / np.where(wave_bytes < usable, self.once, wave_bytes))
+        return np.where(self.once <= usable, self.once, self.once + self.again * (1 - kept))
+
+    def read_bytes(self, c: Columns, behind: Floats, apart: Floats, l2_bytes: int) -> Floats:
+        """Operand bytes that device memory reads, fitted to hardware counters; these bytes cost energy.
+
+        The next wave finds the bytes that half of L2 still holds, because each half keeps the reads of its
+        own multiprocessors. behind: how far clusters are out of step, as a fraction of a tile's work. apart:
+        the factor by which that increases the bytes read again.
+        """
+        kept = 1 - (self.along_bytes + self.across_bytes) / (l2_bytes / 2)
+        kept = np.maximum(np.maximum(0.0, kept), np.minimum(1.0, behind**1.5))
+        held = self.count * self.along_bytes - self.once
+        held = held + self.across_bytes * (self.groups + _GROUP_AGAIN * (self.count - self.groups))
+        holds = (self.across_bytes <= _GROUP_FITS * l2_bytes) & (behind <= _GROUP_OUT_OF_STEP)
+        held = np.where(holds & c.gpc_aware & ~c.streams, np.maximum(0.0, held), _GROUP_LOST * self.again)
+        again = np.where(c.streamed, held, self.again) * (1 - kept) * apart
+        return np.where(self.once <= _L2_USABLE * l2_bytes, self.once, self.once + again)
+
+
+def _unshared_bytes(extents: Sequence[tuple[Ints, Ints]], k_bytes: int, usable: float) -> Floats:
+    """Operand bytes beyond one reading if each cluster read its own, of operands that L2 cannot keep.
+
+    extents: of each operand, and the clusters that read it.
+    """
+    sizes = ((extent * k_bytes, clusters) for extent, clusters in extents)
+    first, second = (np.where(size > usable, size * (count - 1.0), 0.0) for size, count in sizes)
+    return first + second
 
 
 def _sums_us(sum_bytes: Ints, splits: Ints, second: Bools, early: Bools) -> Floats:
