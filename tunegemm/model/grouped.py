@@ -67,17 +67,17 @@ def choose_along_k(
 
     gpu: as in `choose`.
     """
-    table = _table(path).along_k
+    table = _table(path)
     facts = dict(zip(_FACTS, (groups, n, k, rows, rows / groups), strict=True))
-    rule = next((rule for rule in table.rules if rule.gpu in gpu and rule.holds(facts)), None)
+    rule = next((rule for rule in table.along_k_rules if rule.gpu in gpu and rule.holds(facts)), None)
     if rule is None or not rule.kernel:
         return None
-    return AlongKChoice(table.configs[rule.kernel], rule.launch["swizzle_size"])
+    return AlongKChoice(table.along_k[rule.kernel], rule.launch["swizzle_size"])
 
 
 def listed_along_k(path: Path | None = None) -> tuple[KernelConfig, ...]:
     """The kernels for groups along k, which ship compiled."""
-    return tuple(_table(path).along_k.configs.values())
+    return tuple(_table(path).along_k.values())
 
 
 def choose(
@@ -208,17 +208,13 @@ class _Rule:
         return all(low <= facts[name] <= high for name, low, high in self.bounds)
 
 
-class _AlongK(NamedTuple):
-    configs: Mapping[str, KernelConfig]
-    rules: tuple[_Rule, ...]
-
-
 class _Table(NamedTuple):
     kinds: Mapping[str, _Kind]
     configs: Mapping[tuple[str, str], GroupedConfig]
     """Configs by the names of kind and kernel, of those kinds whose rows a kernel can store."""
     rules: tuple[_Rule, ...]
-    along_k: _AlongK
+    along_k: Mapping[str, KernelConfig]
+    along_k_rules: tuple[_Rule, ...]
 
 
 @reader_of("grouped.toml")
@@ -238,20 +234,17 @@ def _table(table: dict[str, Any]) -> _Table:
     every = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in arguments.items()}
     configs = {pair: config for pair, config in every.items() if config.stores_all}
     rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
-    return _Table(kinds, configs, rules, _along_k(table.get("along_k", {})))
+    along = table.get("along_k", {})
+    along_kernels = _kernels(along.get("kernels", {}))
+    along_configs = {name: along_k.config_from(parameters) for name, parameters in along_kernels.items()}
+    along_rules = tuple(_rule(words, along_kernels, ()) for words in along.get("choices", ()))
+    return _Table(kinds, configs, rules, along_configs, along_rules)
 
 
 def _kernels(table: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The parameters of each kernel, by its name."""
     names = table.pop("parameters", ())
     return {name: dict(zip(names, values, strict=True)) for name, values in table.items()}
-
-
-def _along_k(table: Mapping[str, Any]) -> _AlongK:
-    kernels = _kernels(table.get("kernels", {}))
-    configs = {name: along_k.config_from(parameters) for name, parameters in kernels.items()}
-    rules = tuple(_rule(words, kernels, ()) for words in table.get("choices", ()))
-    return _AlongK(configs, rules)
 
 
 def _rule(words: Mapping[str, Any], kernels: Collection[str], kinds: Collection[str]) -> _Rule:

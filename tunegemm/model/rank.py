@@ -112,14 +112,6 @@ def _predictions(candidates: Sequence[Candidate], terms: Terms, lasting: Steady)
     return [Prediction(c, *values) for c, *values in zip(candidates, *columns, strict=True)]
 
 
-def modelled_launch_parameters(
-    problem: Problem, launch_values: Mapping[str, Sequence[Value]], device: Device
-) -> list[str]:
-    """The launch parameters on which the predicted time of a problem depends."""
-    names = [] if fits_l2(problem, device) else list(_RASTERIZATION)
-    return [name for name in (*names, "split_k", "reduction") if len(launch_values.get(name, ())) > 1]
-
-
 def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> list[Prediction]:
     """Return predictions, fastest first; equal ones keep the order of the candidates."""
     candidates = list(candidates)
@@ -171,9 +163,8 @@ def steady_ratios(
     if min(problem.m, problem.n) <= _STEADY_ABOVE:
         return dict(ratios)
     return {
-        prediction.candidate: ratios[prediction.candidate] ** STEADY_LEAD
-        * (prediction.total_us / prediction.steady_us) ** STEADY_CLOCK
-        for prediction in result
+        p.candidate: ratios[p.candidate] ** STEADY_LEAD * (p.total_us / p.steady_us) ** STEADY_CLOCK
+        for p in result
     }
 
 
@@ -286,7 +277,9 @@ def _best_launches(
     feasible: Callable[[Candidate], bool],
 ) -> list[dict[str, Value]]:
     """Return the model's best launch of each kernel, from all launches of one kernel per grid at once."""
-    seen = modelled_launch_parameters(problem, launch_values, device)
+    # The launch parameters on which the predicted time depends.
+    seen = [] if fits_l2(problem, device) else list(_RASTERIZATION)
+    seen = [name for name in (*seen, "split_k", "reduction") if len(launch_values.get(name, ())) > 1]
     names = _GRID_PARAMETERS if {"split_k", "reduction"} & set(seen) else _TILE_GRID
     grids: dict[tuple[Value | None, ...], list[int]] = {}
     for number, kernel in enumerate(kernels):
