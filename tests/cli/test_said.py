@@ -126,7 +126,7 @@ def test_a_leaderboard_without_rows_names_five_products(count: int) -> None:
 @pytest.mark.parametrize(("products", "timed"), [(1, True), (10, True), (11, True), (2, False)])
 def test_a_recordings_costliest_products(monkeypatch: pytest.MonkeyPatch, products: int, timed: bool) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr(record, "fitted", lambda title, columns, _: shown.append((title, columns)))
+    monkeypatch.setattr(record, "fitted", lambda *given: shown.append(given))
     monkeypatch.setattr(printing, "stderr_console", lambda: SimpleNamespace(print=lambda table: None))
     monkeypatch.setattr("tunegemm.tuning.tuner.open_device", lambda: DEVICE)
     kinds = [
@@ -140,7 +140,8 @@ def test_a_recordings_costliest_products(monkeypatch: pytest.MonkeyPatch, produc
         "tunegemm.choose.snapshot.read_snapshot", lambda: SimpleNamespace(find=lambda *_: None)
     )
     record.show_costliest(Workload(tuple(rows)))
-    ((title, columns),) = shown
+    ((title, headings, cells, _),) = shown
+    columns = dict(zip(headings, map(list, zip(*cells, strict=True)), strict=True))
     assert title.startswith(
         "They, and" if products <= record.COSTLIEST else f"The {record.COSTLIEST} costliest"
     )

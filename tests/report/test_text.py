@@ -13,7 +13,8 @@ COLUMNS = {"name": ["alpha beta", "c"], "us": ["12.5", "9"], "note": ["12345678"
 
 def of_width(width: int | None) -> dict[str, tuple[int | None, int | None]]:
     """The width and the least width of each column that is left."""
-    table = fitted("t", COLUMNS, {"name": 7}, dispensable=["note", "missing"], width=width)
+    rows = list(zip(*COLUMNS.values(), strict=True))
+    table = fitted("t", list(COLUMNS), rows, {"name": 7}, dispensable=["note", "missing"], width=width)
     assert table.row_count == 2
     return {str(column.header): (column.width, column.min_width) for column in table.columns}
 

@@ -94,14 +94,7 @@ def show_costliest(workload: Workload) -> None:
     whole = sum(map(cost_us, result)) or 1.0
     which = f"The {COSTLIEST} costliest of them" if len(result) > COSTLIEST else "They"
     timed = "" if all(demand.call_us for demand in result) else ", by the roofline where no GPU timed them"
-
-    columns: dict[str, list[str]] = {
-        "product": [],
-        "calls": [],
-        "% of time": [],
-        "us a call": [],
-        "record": [],
-    }
+    rows = []
     for demand in result[:COSTLIEST]:
         record = snapshot.find(demand.problem, device.fingerprint)
         torchs = demand.problem.torch_call
@@ -109,11 +102,11 @@ def show_costliest(workload: Workload) -> None:
         if record is not None and is_torch(record.candidate):
             known = f"{torchs} is fastest"
         share = f"{100 * cost_us(demand) / whole:.1f}"
-        cells = (str(demand.problem), f"{demand.calls:,}", share, significant(demand.call_us or 0.0), known)
-        for column, cell in zip(columns.values(), cells, strict=True):
-            column.append(cell)
+        time = significant(demand.call_us or 0.0)
+        rows.append((str(demand.problem), f"{demand.calls:,}", share, time, known))
     title = f"{which}, and the records for {device.name}{timed}"
-    printing.stderr_console().print(fitted(title, columns, {"product": 999, "record": 999}))
+    headings = ("product", "calls", "% of time", "us a call", "record")
+    printing.stderr_console().print(fitted(title, headings, rows, {"product": 999, "record": 999}))
 
 
 def _summary(workload: Workload, out: Path) -> str:

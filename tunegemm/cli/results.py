@@ -163,11 +163,8 @@ def winners_table(results: Sequence[TuneResult]) -> Table:
         first = [f"{result.label(prediction.candidate)} (model)" for prediction in result.predictions[:1]]
         return name, "", *(first or ["none"]), "", ""
 
-    columns = zip(*map(row, results), strict=True)
     headings = ("product", "ratio", "fastest", "us", "torch.mm us")
-    return fitted(
-        "Products tuned", dict(zip(headings, columns, strict=True)), {"product": 999, "fastest": 999}
-    )
+    return fitted("Products tuned", headings, list(map(row, results)), {"product": 999, "fastest": 999})
 
 
 def interruption(results: Sequence[TuneResult]) -> str:
@@ -254,7 +251,7 @@ def savings_table(demands: Sequence[TunedDemand], width: int = 160) -> Table:
     width: of the terminal, in characters.
     """
     whole = sum(tuned.total_s for tuned in demands)
-    columns: dict[str, list[str]] = {heading: [] for heading in _HEADINGS}
+    rows = []
     for tuned in sorted(demands, key=lambda s: (-s.saving_s, -s.total_s, str(s.demand.problem))):
         after = tuned.after_us
         origin = "" if after is not None or tuned.demand.call_us is not None else "~"
@@ -268,10 +265,9 @@ def savings_table(demands: Sequence[TunedDemand], width: int = 160) -> Table:
             seconds(tuned.saving_s) if after is not None else "",
             tuned.effort or "not reached",
         )
-        for cells, cell in zip(columns.values(), row, strict=True):
-            cells.append(cell)
-    words = {"product": max(map(len, " ".join(columns["product"]).split()), default=0), "effort": 999}
-    return fitted("Products of the program", columns, words, dispensable=_DISPENSABLE, width=width)
+        rows.append(row)
+    words = {"product": max((len(word) for row in rows for word in row[0].split()), default=0), "effort": 999}
+    return fitted("Products of the program", _HEADINGS, rows, words, dispensable=_DISPENSABLE, width=width)
 
 
 def closing_lines(demands: Sequence[TunedDemand], refused: Sequence[str]) -> list[str]:

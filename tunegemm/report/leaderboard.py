@@ -266,8 +266,9 @@ class Leaderboard:
             columns[COLUMNS[ratio][0]] = list(map(Text, shown[ratio], colours))
         words = {COLUMNS[name][0]: _READABLE.get(name, 999) for name in shown if COLUMNS[name][1] is None}
         return fitted(
-            board.title, columns, words, dispensable=[COLUMNS[name][0] for name in _DISPENSABLE], width=width,
-            caption=board.note, styles=["bold" if row.get("chosen") else "" for row in rows],
+            board.title, list(columns), list(zip(*columns.values(), strict=True)), words,
+            dispensable=[COLUMNS[name][0] for name in _DISPENSABLE], width=width, caption=board.note,
+            styles=["bold" if row.get("chosen") else "" for row in rows],
         )  # fmt: skip
 
     def markdown(self, top: int | None = None) -> str:

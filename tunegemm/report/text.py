@@ -39,7 +39,8 @@ def markdown(text: str) -> str:
 
 def fitted(
     title: str,
-    columns: Mapping[str, Sequence[str | Text]],
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
     words: Mapping[str, int],
     *,
     dispensable: Sequence[str] = (),
@@ -47,7 +48,7 @@ def fitted(
     caption: str = "",
     styles: Sequence[str] = (),
 ) -> Table:
-    """A table, from columns by their headings, for a terminal with this many characters.
+    """A table for a terminal with this many characters.
 
     If the terminal is too narrow, columns go in the order of `dispensable`. Then headings fold, and so do
     columns of words, but not below the width that `words` has for each. Figures never fold, because a cut
@@ -56,10 +57,10 @@ def fitted(
     from rich.table import Table
     from rich.text import Text
 
-    longest = {heading: max(map(len, cells), default=0) for heading, cells in columns.items()}
+    longest = {heading: max((len(row[at]) for row in rows), default=0) for at, heading in enumerate(headings)}
     least = {
         heading: max(min(longest[heading], words.get(heading, longest[heading])), *map(len, heading.split()))
-        for heading in columns
+        for heading in headings
     }
     for heading in dispensable:
         if width is not None and sum(least.values()) + 3 * len(least) + 1 > width:
@@ -75,8 +76,9 @@ def fitted(
         else:
             fixed = fewest if width is not None and whole > width else None
             table.add_column(heading, justify="right", width=fixed, min_width=fewest)
-    for number, row in enumerate(zip(*(columns[heading] for heading in least), strict=True)):
-        cells = (Text(clean(cell)) if isinstance(cell, str) else cell for cell in row)
+    for number, row in enumerate(rows):
+        shown = (cell for heading, cell in zip(headings, row, strict=True) if heading in least)
+        cells = (Text(clean(cell)) if isinstance(cell, str) else cell for cell in shown)
         table.add_row(*cells, style=styles[number] if styles else "")
     return table
 
