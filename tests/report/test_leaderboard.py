@@ -18,8 +18,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import winner
-from tunegemm.report.leaderboard import Leaderboard
-from tunegemm.report.stored import of_all_layers
+from tunegemm.report.leaderboard import Leaderboard, of_all_layers
 from tunegemm.store import Database
 from tunegemm.store.locations import user_location
 from tunegemm.store.queries import latest_records

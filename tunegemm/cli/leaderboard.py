@@ -60,8 +60,7 @@ def command(
         raise arguments.UsageError(
             f"--sort {sort} with --shape: a shape's kernels are always sorted by evidence; leave out --sort"
         )
-    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, problems_of
-    from tunegemm.report.stored import of_all_layers
+    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, of_all_layers, problems_of
     from tunegemm.store import Database
     from tunegemm.store.queries import latest_records
 

@@ -11,7 +11,7 @@ import functools
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -26,12 +26,16 @@ from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.report.text import clean, fitted, markdown, significant, to_json
-from tunegemm.store.frames import by_evidence
+from tunegemm.store.frames import by_evidence, of_records
+from tunegemm.store.layers import of_databases
+from tunegemm.store.shipped import read_shipped
 from tunegemm.tuning.progress import Source
 
 if TYPE_CHECKING:
     import pandas
     from rich.table import Table
+
+    from tunegemm.store import Database
 
 Format = Literal["table", "csv", "json", "md"]
 
@@ -331,6 +335,37 @@ class Leaderboard:
             return self
         note = f"{self.note} The first {count} of {len(self.frame):,} rows."
         return replace(self, frame=self.frame.head(count), note=note)
+
+
+def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.DataFrame, list[str]]:
+    """The result of `read` for each layer's database, with the shipped records; and one line for each layer
+    that cannot be read.
+
+    For each problem and device only the narrowest layer that has it counts, with all its rows. Otherwise the
+    fingerprints of several layers would compete by date. read: `Database.frame` or
+    `store.queries.latest_records`; shipped records fill the columns that are known for them.
+    """
+    import pandas
+
+    place = [*_PROBLEM_FIELDS, "device_name"]
+    records, warnings = read_shipped()
+    shipped = of_records(sorted(records, key=lambda record: record.measured_at))
+    vendor = shipped["family"] == VENDOR_FAMILY
+    # Of each problem and device, those of the toolchain that was measured last.
+    shipped = shipped.assign(
+        origin="",
+        spread=math.nan,
+        baseline_spread=math.nan,
+        vendor_label=shipped["label"].where(vendor),
+        vendor_ratio=shipped["ratio"].where(vendor),
+    ).drop_duplicates(place, keep="last")
+    frames = [shipped, *of_databases(read, warnings)]
+    numbered = [frame.assign(_layer=number) for number, frame in enumerate(frames) if len(frame)]
+    if not numbered:
+        return shipped, warnings
+    together = pandas.concat(numbered, ignore_index=True)
+    narrowest = together.groupby(place)["_layer"].transform("max")
+    return together[together["_layer"] == narrowest].drop(columns="_layer"), warnings
 
 
 _PROBLEM_FIELDS = list(FIELDS)
