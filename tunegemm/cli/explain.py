@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tunegemm.cli import options, printing
-from tunegemm.describe.problem import Problem
 from tunegemm.report.text import to_json
-
-if TYPE_CHECKING:
-    from tunegemm.report.explain import Explanation
 
 
 def command(
@@ -33,24 +29,18 @@ def command(
 ) -> None:
     """Show the rooflines of a shape and of a tile, and which kernel tunegemm.matmul would use."""
     with printing.working("looking up what dispatch would launch"):
-        result = _explained(problems, device, candidate, db)
+        from tunegemm.report.explain import explain_problem
+        from tunegemm.tuning.tuner import open_device
+
+        opened = open_device(device)
+        if opened.is_real and candidate is None:
+            import torch
+
+            with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's heuristics need CUDA
+        result = [explain_problem(item, opened, candidate=candidate, database=db) for item in problems]
     if as_json:
         typer.echo(to_json([explanation.asdict() for explanation in result]))
         return
     for explanation in result:
         printing.say(*str(explanation).splitlines(), hang=12)
-
-
-def _explained(
-    problems: list[Problem], device: str | None, candidate: str | None, db: str | None
-) -> list[Explanation]:
-    from tunegemm.report.explain import explain_problem
-    from tunegemm.tuning.tuner import open_device
-
-    opened = open_device(device)
-    if opened.is_real and candidate is None:
-        import torch
-
-        with suppress(RuntimeError):  # no memory for a context: predictions have wider margins then
-            torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's heuristics need CUDA
-    return [explain_problem(problem, opened, candidate=candidate, database=db) for problem in problems]

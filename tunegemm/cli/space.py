@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from tunegemm.cli import arguments, options, printing
 from tunegemm.report.text import to_json
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from tunegemm.report.space import Census
 
 
 def command(
@@ -39,24 +34,16 @@ def command(
     if format == "json":
         typer.echo(to_json([count.asdict() for count in counts]))
         return
-    console = printing.stdout_console()
-    for count in counts:
-        console.print(_table(count))
-
-
-def _table(count: Census) -> Table:
     from rich.table import Table
 
-    table = Table(
-        title=f"{count.family} for {count.problem} on {count.device.name}",
-        title_justify="left",
-        show_footer=True,
-    )
-    table.add_column("rule", footer="feasible")
-    table.add_column("candidates", justify="right", footer=f"{count.feasible:,}")
-    kernels = f"{count.feasible_kernels:,} of {count.kernels:,} kernels, {count.launches:,} launches of each"
-    table.add_column("first rejection", footer=kernels)
-    table.add_row("(the whole space)", f"{count.size:,}", "")
-    for rule, rejected in count.rejected.items():
-        table.add_row(rule, f"-{rejected:,}", count.examples[rule])
-    return table
+    for count in counts:
+        title = f"{count.family} for {count.problem} on {count.device.name}"
+        table = Table(title=title, title_justify="left", show_footer=True)
+        table.add_column("rule", footer="feasible")
+        table.add_column("candidates", justify="right", footer=f"{count.feasible:,}")
+        kernels = f"{count.feasible_kernels:,} of {count.kernels:,} kernels"
+        table.add_column("first rejection", footer=f"{kernels}, {count.launches:,} launches of each")
+        table.add_row("(the whole space)", f"{count.size:,}", "")
+        for rule, rejected in count.rejected.items():
+            table.add_row(rule, f"-{rejected:,}", count.examples[rule])
+        printing.stdout_console().print(table)

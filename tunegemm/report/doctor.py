@@ -24,8 +24,6 @@ _REQUIRED = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 _OPTIONAL = ("nvidia-ml-py",)
 #: A host that only serves does not need these.
 _TUNING = extras.EXTRAS["tune"]
-
-
 #: Damaged rows to name one by one; the others are only counted.
 _NAMED = 5
 
@@ -160,21 +158,15 @@ def _shipped() -> list[Check]:
         seen.add(device.name)
         usable = sum(judge_stored(record, device.fingerprint).usable for record in records)
         detail = f"{usable:,} of {counted(len(records), 'record')} serve an {device.name}"
+        status: Status = "note"
+        remedy = "`tunegemm tune` finds kernels for it"
         if usable and kernels:
-            checks.append(Check("shipped records", "ok", f"{detail}; {counted(kernels, 'compiled kernel')}"))
+            status, remedy = "ok", ""
+            detail += f"; {counted(kernels, 'compiled kernel')}"
         elif usable:
             detail += "; their compiled kernels are missing, so each compiles at first use"
-            checks.append(
-                Check(
-                    "shipped records",
-                    "note",
-                    detail,
-                    "install a wheel that `make wheel` built, or run `make kernels`",
-                )
-            )
-        else:
-            remedy = "`tunegemm tune` finds kernels for it"
-            checks.append(Check("shipped records", "note", detail, remedy))
+            remedy = "install a wheel that `make wheel` built, or run `make kernels`"
+        checks.append(Check("shipped records", status, detail, remedy))
     return [*checks, *(Check("shipped records", "note", line, "reinstall tunegemm") for line in warnings)]
 
 
@@ -213,10 +205,10 @@ def _packs() -> list[Check]:
             checks.append(Check("pack", "ok", detail))
     named = os.environ.get("TUNEGEMM_PACK") or "/"  # a pack that the user names must work
     for line in warnings:
-        status: Status = "fail" if line.startswith(f"{named}:") else "note"
-        checks.append(
-            Check("pack", status, line, "correct or unset TUNEGEMM_PACK" if status == "fail" else remedy)
-        )
+        if line.startswith(f"{named}:"):
+            checks.append(Check("pack", "fail", line, "correct or unset TUNEGEMM_PACK"))
+        else:
+            checks.append(Check("pack", "note", line, remedy))
     return checks
 
 
@@ -237,9 +229,8 @@ def _database(location: str | None) -> Check:
         if isinstance(place, Path) and not os.path.lexists(place):
             if refusal := _refusal_to_write(place.parent):
                 raise DatabaseError(f"{place}: {refusal}")
-            return Check(
-                "database", "note", f"{place} does not exist yet", "`tunegemm tune` on a GPU creates it"
-            )
+            detail, remedy = f"{place} does not exist yet", "`tunegemm tune` on a GPU creates it"
+            return Check("database", "note", detail, remedy)
         with Database.open(location, read_only=True) as database:
             records, damaged = len(database.records()), damaged_rows(database)
         if isinstance(place, Path):
@@ -270,9 +261,8 @@ def _cache() -> Check:
         return Check("kernel cache", "fail", str(error), remedy)
     except OSError as error:
         return Check("kernel cache", "fail", f"{error.filename}: {error.strerror}", "delete the folder")
-    return Check(
-        "kernel cache", "ok", f"{folder}: {counted(len(stored), 'file')}, {sum(stored) / 1e6:.1f} MB"
-    )
+    detail = f"{folder}: {counted(len(stored), 'file')}, {sum(stored) / 1e6:.1f} MB"
+    return Check("kernel cache", "ok", detail)
 
 
 def _refusal_to_write(folder: Path) -> str:
@@ -310,12 +300,8 @@ def _environment() -> Check:
         if name.startswith("TUNEGEMM_") and name not in VARIABLES:
             words = [known.removeprefix("TUNEGEMM_") for known in VARIABLES]
             near = difflib.get_close_matches(name.removeprefix("TUNEGEMM_"), words, 1)
-            hint = (
-                f"did you mean TUNEGEMM_{near[0]}?"
-                if near
-                else f"known variables are {', '.join(VARIABLES[:-2])}"
-            )
-            warnings.append(f"{name} is not known; {hint}")
+            known = f"known variables are {', '.join(VARIABLES[:-2])}"
+            warnings.append(f"{name} is not known; {f'did you mean TUNEGEMM_{near[0]}?' if near else known}")
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "correct or unset what it names")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")
@@ -329,9 +315,6 @@ def _workers() -> Check:
         return Check("workers", "note", f"not counted: {error}", "ignore this unless you tune here")
     from tunegemm.compile.pool import default_workers
 
-    memory, cores = psutil.virtual_memory().available, len(os.sched_getaffinity(0))
-    workers = default_workers()
-    detail = (
-        f"{memory / 1e9:.1f} GB of free RAM, {counted(cores, 'core')}: {counted(workers, 'compile worker')}"
-    )
-    return Check("workers", "ok", detail)
+    memory, cores = psutil.virtual_memory().available, counted(len(os.sched_getaffinity(0)), "core")
+    workers = counted(default_workers(), "compile worker")
+    return Check("workers", "ok", f"{memory / 1e9:.1f} GB of free RAM, {cores}: {workers}")

@@ -141,27 +141,26 @@ class Explanation:
 
     def asdict(self) -> dict[str, Any]:
         """The fields as JSON types."""
-        names = ("flops", "bytes", "flops_per_byte", "ridge_flops_per_byte", "bound", "roofline_us")
         facts: dict[str, Any] = {"problem": document_of(self.problem), "device": self.device.spec}
-        words = ("outcome", "why", "why_not", "change")
-        facts |= {name: getattr(self, name) for name in (*names, "roofline_tflops", *words)}
-        facts |= {"ignored": list(self.ignored), "tile": None, "record": None}
+        facts |= _facts(
+            self, "flops", "bytes", "flops_per_byte", "ridge_flops_per_byte", "bound", "roofline_us",
+            "roofline_tflops", "outcome", "why", "why_not", "change",
+        )  # fmt: skip
+        facts["ignored"] = list(self.ignored)
+        facts |= dict.fromkeys(("tile", "record", "expected_ratio", "predicted", "feedback", "runner_up"))
         if self.tile is not None:
             facts["tile"] = asdict(self.tile) | {"candidate": dict(self.tile.candidate.params)}
-        if self.record is not None:
-            names = ("label", "layer", "median_us", "ratio", "noise", "confirmed")
-            facts["record"] = {name: getattr(self.record, name) for name in names} | {
-                "family": self.record.candidate.family,
-                "candidate": dict(self.record.candidate.params),
-                "shape": self.record.problem.shape,
-                "measured_at": self.record.measured_at.isoformat(timespec="seconds"),
+        if (record := self.record) is not None:
+            facts["record"] = _facts(record, "label", "layer", "median_us", "ratio", "noise", "confirmed") | {
+                "family": record.candidate.family,
+                "candidate": dict(record.candidate.params),
+                "shape": record.problem.shape,
+                "measured_at": record.measured_at.isoformat(timespec="seconds"),
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
             }
-        facts["expected_ratio"] = None
         if self.near is not None and not isnan(self.near.record.ratio):
             facts["expected_ratio"] = self.near.record.ratio
-        facts["predicted"] = None
         if (ahead := self.predicted) is not None:
             facts["expected_ratio"] = ahead.expected
             facts["predicted"] = {
@@ -172,13 +171,11 @@ class Explanation:
                 "least_ratio": ahead.bound,
                 "evidence": ahead.basis,
             }
-        facts["feedback"] = None
         if (feedback := self.feedback) is not None:
-            facts["feedback"] = {name: getattr(feedback, name) for name in ("label", "ratio", "median_us")}
+            facts["feedback"] = _facts(feedback, "label", "ratio", "median_us")
             facts["feedback"] |= {"expected_ratio": _expected(feedback), "won": feedback.ratio >= 1}
-        facts["runner_up"] = None
         if (second := self.runner_up) is not None:
-            facts["runner_up"] = {name: getattr(second, name) for name in ("label", "ratio", "median_us")}
+            facts["runner_up"] = _facts(second, "label", "ratio", "median_us")
             facts["runner_up"] |= {"family": second.candidate.family, "evidence": _proof(second)}
         return facts
 
@@ -259,6 +256,10 @@ class Explanation:
             yield "", command
         else:
             yield "change", self.change
+
+
+def _facts(item: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in names}
 
 
 @named_arguments

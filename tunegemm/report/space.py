@@ -18,7 +18,7 @@ from tunegemm.describe.stored import document_of
 from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
-from tunegemm.generate.family import Family, Generator
+from tunegemm.generate.family import Generator
 from tunegemm.generate.feasibility import Verdict, parameters_read
 from tunegemm.model import rank as model
 from tunegemm.model.feasible import CandidateTable, extent_check, possible_kernels
@@ -156,35 +156,32 @@ def take_census(space: SearchSpace, problem: Problem, device: Device) -> Census:
     deciding = {name: values for name, values in space.launch_values.items() if name in read}
     values = {name: values[:1] for name, values in space.launch_values.items()} | deciding
     if family.compiled:
-        counted = _by_rules(family, space, values, problem, device)
-    else:
+        feasible_kernels, feasible_launches, refusals = _by_rules(family, space, values, problem, device)
+    else:  # a library has few kernels and no rules, so no launch parameter decides
         first = {name: listed[0] for name, listed in values.items()}
-        counted = _one_by_one(family, space, first, problem, device)
+        verdicts = [family.check(problem, kernel.with_launch(**first), device) for kernel in space.kernels()]
+        feasible_kernels = feasible_launches = sum(map(bool, verdicts))
+        refusals = [(verdict, 1, 0) for verdict in verdicts if not verdict]
     launches = math.prod(map(len, deciding.values()))
     multiplicity = space.launch_size // launches
     rejected: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    for verdict, kernels, launched in counted.rejected:
+    for verdict, kernels, launched in refusals:
         rule = str(verdict.rule)
         rejected[rule] += kernels * space.launch_size + launched * multiplicity
         examples.setdefault(rule, verdict.reason)
     return Census(
-        space.family, problem, device, space.compile_size, space.launch_size, counted.feasible_kernels,
-        counted.feasible_launches * multiplicity, dict(rejected.most_common()), examples,
+        space.family, problem, device, space.compile_size, space.launch_size, feasible_kernels,
+        feasible_launches * multiplicity, dict(rejected.most_common()), examples,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Counted:
-    feasible_kernels: int
-    feasible_launches: int
-    rejected: list[tuple[Verdict, int, int]]
-    """A verdict, and how many kernels and launches of others share it, in the space's order."""
 
 
 def _by_rules(
     family: Generator, space: SearchSpace, launch_values: _Values, problem: Problem, device: Device
-) -> _Counted:
+) -> tuple[int, int, list[tuple[Verdict, int, int]]]:
+    """The numbers of feasible kernels and launches, and of each rule in the space's order its first verdict
+    and how many kernels and launches of others share it.
+    """
     rules = family.rules
     kernels = CandidateTable.kernels(space.family, space.compile_values)
     of_kernel = kernels.rejected(rules, problem, device)
@@ -202,13 +199,4 @@ def _by_rules(
             results.append((place, (family.check(problem, first, device), len(rows), len(launch_rows))))
     feasible = of_launch.reshape(-1, launches) == len(rules)
     in_order = [item for _, item in sorted(results, key=lambda result: result[0])]
-    return _Counted(int(feasible.any(axis=1).sum()), int(feasible.sum()), in_order)
-
-
-def _one_by_one(
-    family: Family, space: SearchSpace, launch: Mapping[str, Value], problem: Problem, device: Device
-) -> _Counted:
-    """Asks a library about each of its few kernels: it has no rules, so no launch parameter decides."""
-    verdicts = [family.check(problem, kernel.with_launch(**launch), device) for kernel in space.kernels()]
-    feasible = sum(map(bool, verdicts))
-    return _Counted(feasible, feasible, [(verdict, 1, 0) for verdict in verdicts if not verdict])
+    return int(feasible.any(axis=1).sum()), int(feasible.sum()), in_order
