@@ -188,7 +188,7 @@ def test_no_message_has_the_password_of_a_study(tmp_path: Path) -> None:
             ) as raised:
                 studies.begin(study.study)
             assert "cret" not in str(raised.value)
-            with pytest.raises(StudyError, match=r"\(no \*\*\* here\)"), studies.translated():
+            with pytest.raises(StudyError, match=r"\(no \*\*\* here\)"), kept_studies.translated(url):
                 raise OSError("no se@cret here")
 
 

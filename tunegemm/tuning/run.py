@@ -360,15 +360,12 @@ class Run:
         """Return the result of a tuning that Ctrl-C interrupted: the current record."""
         if self.measurer is None:
             return self.result(None, note="interrupted; nothing was timed", interrupted=True)
+        best = self.leader
+        if self.database is not None:  # which decides what dispatch uses from now on
+            record = self.database.best(self.problem, self.device.fingerprint, samples=True)
+            best = record.measurement if record is not None else None
         note = f"interrupted after {self.measured} measurements; run the same command again to go on"
-        return self.result(self._record(), note=note, interrupted=True)
-
-    def _record(self) -> Measurement | None:
-        """Return the measurement that dispatch uses from now on. The database decides, if there is one."""
-        if self.database is None:
-            return self.leader
-        record = self.database.best(self.problem, self.device.fingerprint, samples=True)
-        return record.measurement if record is not None else None
+        return self.result(best, note=note, interrupted=True)
 
     def _future(self, candidate: Candidate) -> Future[CompileResult] | None:
         family = families.get(candidate.family)
@@ -434,7 +431,9 @@ def finalists(
     """
     numbers = profile(effort)
     places = numbers.interleaved if at_cap is None else numbers.steady
-    own, library = _by_ratio(screened)
+    fastest_first = sorted(screened.values(), key=lambda m: -m.ratio)
+    own = [m for m in fastest_first if m.candidate.family != TORCH_MM.family]
+    library = [m.candidate for m in fastest_first if m.candidate.family == TORCH_MM.family]
     if at_cap is None:
         expected, quickest = own, sorted(own, key=lambda m: m.median_us)
     else:
@@ -460,13 +459,6 @@ def _of_several_kernels(measurements: Iterable[Measurement], count: int) -> list
     return chosen
 
 
-def _by_ratio(measured: Mapping[Candidate, Measurement]) -> tuple[list[Measurement], list[Candidate]]:
-    """Return our own measurements and the library's candidates, each fastest first."""
-    fastest_first = sorted(measured.values(), key=lambda m: -m.ratio)
-    own = [m for m in fastest_first if m.candidate.family != TORCH_MM.family]
-    return own, [m.candidate for m in fastest_first if m.candidate.family == TORCH_MM.family]
-
-
 def race(run: Run, runners: Sequence[Candidate], settings: RaceSettings) -> TuneResult:
     """Race the finalists again, in one interleave with more rounds; the winner becomes the record."""
     raced = run.evaluate(runners, settings, stage="final")
@@ -482,17 +474,9 @@ def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
     """
     # Dropouts were clearly slower, even if not by the ratio of the few rounds that they ran. A replayed
     # measurement has the rounds of its own recording.
-    stayed = [
-        measurement
-        for measurement in raced
-        if len(measurement.samples_us) >= measurement.telemetry.get("of_rounds", 0)
-    ]
+    stayed = [item for item in raced if len(item.samples_us) >= item.telemetry.get("of_rounds", 0)]
     # A candidate that the race shows to be even slightly slower than torch.mm does not replace it.
-    stayed = [
-        measurement
-        for measurement in stayed
-        if (speed(measurement) or 0.0) >= 1 or is_torch(measurement.candidate)
-    ]
+    stayed = [item for item in stayed if (speed(item) or 0.0) >= 1 or is_torch(item.candidate)]
     if not stayed:
         run.note = run.note or "nothing could be measured; see the failures"
         return None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Seconds for which another process may hold a file before it counts as locked.
 LOCKED_S = 3.0
-#: Tables that together identify an Optuna database.
+#: Tables that together identify a tuning database.
 _OURS = {"fingerprints", "problems", "candidates", "measurements"}
 #: The study attributes that must match, and their names in messages.
 _SAME = {"problem": "", "device": "", "space": "search space "}
@@ -70,7 +70,7 @@ class Studies:
 
         if "://" in self.location:
             return
-        with self.translated():
+        with translated(self.location):
             others = optuna.get_all_study_names(self._storage)
         if others and not set(names) & set(others):
             raise StudyError(
@@ -83,7 +83,7 @@ class Studies:
         import optuna
 
         name = study.study_name
-        with self.translated():
+        with translated(self.location):
             kept = optuna.create_study(
                 study_name=name, storage=self._storage, direction="maximize", load_if_exists=True
             )
@@ -106,7 +106,7 @@ class Studies:
             return
         copied = self._copied[name]
         try:
-            with self.translated():
+            with translated(self.location):
                 for trial in study.get_trials(deepcopy=False):
                     if trial.number in copied or not trial.state.is_finished():
                         continue
@@ -118,11 +118,6 @@ class Studies:
         except StudyError as error:
             del self._studies[name]
             _log.warning("%s: further trials are not kept there", error)
-
-    @contextlib.contextmanager
-    def translated(self) -> Iterator[None]:
-        with translated(self.location):
-            yield
 
 
 @contextlib.contextmanager
@@ -154,13 +149,11 @@ def _opened(location: str, database: Path | URL) -> Any:
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
-    if "://" in location:
-        with translated(location):
-            return _of_url(location, database)
-    path = Path(location)
-    _check_file(path, database)
     with translated(location):
-        return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
+        if "://" in location:
+            return _of_url(location, database)
+        _check_file(Path(location), database)
+        return optuna.storages.JournalStorage(JournalFileBackend(str(Path(location))))
 
 
 def _of_url(location: str, database: Path | URL) -> Any:
@@ -179,18 +172,15 @@ def _of_url(location: str, database: Path | URL) -> Any:
     elif is_same(url, database):
         raise StudyError(_refusal(location))
     arguments = {"connect_args": {"timeout": LOCKED_S}} if is_sqlite else {}
-    if not is_sqlite or Path(str(url.database)).exists():
-        engine = sqlalchemy.create_engine(url, **arguments)
-        try:
-            if set(sqlalchemy.inspect(engine).get_table_names()) >= _OURS:
-                raise StudyError(_refusal(location))
-        finally:
-            engine.dispose()
+    if (not is_sqlite or Path(str(url.database)).exists()) and _is_ours(url, **arguments):
+        raise StudyError(_refusal(location))
     return optuna.storages.RDBStorage(location, engine_kwargs=arguments)
 
 
 def _check_file(path: Path, database: Path | URL) -> None:
     """Check a file. Raises StudyError if it is no journal, or if another process holds it."""
+    import sqlalchemy
+
     _refuse_same(path, database, str(path))
     try:
         _refuse_other(path, str(path))
@@ -201,11 +191,10 @@ def _check_file(path: Path, database: Path | URL) -> None:
             head = b""
             path.parent.mkdir(parents=True, exist_ok=True)
         if head.startswith(b"SQLite format 3"):
-            raise StudyError(
-                _refusal(path)
-                if _is_ours(path)
-                else f"study {path}: an SQLite file; give it as sqlite:///{path}"
-            )
+            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):  # a damaged one
+                if _is_ours(sqlalchemy.URL.create("sqlite", database=str(path))):
+                    raise StudyError(_refusal(path))
+            raise StudyError(f"study {path}: an SQLite file; give it as sqlite:///{path}")
         if head and not head.startswith(b"{"):
             raise StudyError(f"study {path}: not an Optuna journal; give another file")
         _check_lock(path)
@@ -243,17 +232,15 @@ def _refuse_same(path: Path, database: Path | URL, location: str) -> None:
         raise StudyError(_refusal(location))
 
 
-def _is_ours(path: Path) -> bool:
-    import sqlite3
+def _is_ours(url: URL, **arguments: Any) -> bool:
+    """Whether a database has the tables of a tuning database."""
+    import sqlalchemy
 
+    engine = sqlalchemy.create_engine(url, **arguments)
     try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-        ) as connection:
-            result = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-            return {name for (name,) in result} >= _OURS
-    except sqlite3.Error:
-        return False
+        return set(sqlalchemy.inspect(engine).get_table_names()) >= _OURS
+    finally:
+        engine.dispose()
 
 
 def _refusal(location: str | Path) -> str:
