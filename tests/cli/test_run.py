@@ -15,11 +15,11 @@ from tunegemm.cli import app, program
 def test_a_program_or_its_environment_but_not_both(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def start(words: list[str], variables: dict[str, str], *given: object) -> int:
+    def start(_: object, words: list[str], variables: dict[str, str], command: str) -> int:
         started.append((words, variables["TUNEGEMM_ENABLE"]))
         return 7
 
-    monkeypatch.setattr(program, "run", start)
+    monkeypatch.setattr(program.Signals, "run", start)
     run = CliRunner().invoke(app, ["run", "--", "python", "serve.py"])
     assert run.exit_code == 7 and started == [(["python", "serve.py"], "1")]
     assert "served nothing" in run.stderr

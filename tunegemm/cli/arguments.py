@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
 from tunegemm.errors import DatabaseError, DeviceError, ProblemError, TunegemmError
 from tunegemm.report.text import clean
-from tunegemm.untrusted import digits, shown
+from tunegemm.untrusted import digits, named, shown
 
 if TYPE_CHECKING:
     from tunegemm.describe.device import Device
@@ -151,7 +151,7 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
         return None
     from tunegemm.generate import families
 
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = named(text)
     if not names:
         raise UsageError(f"families {text!r} names no family; use some of {','.join(families.NAMES)}")
     for name in names:

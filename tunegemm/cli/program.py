@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +57,7 @@ class Signals:
         self._numbers = {number for number in ends if signal.getsignal(number) in defaults}
         """Signals that nobody ignores (as under `nohup`) or handles; the program starts with the others."""
         self._before: dict[int, Any] = {}
-        self._program: subprocess.Popen[Any] | None = None
+        self._program: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
         """What came before there was a program."""
         self.witnessed_s: dict[int, list[float]] = {}
@@ -93,12 +93,21 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def run(self, start: Callable[[], subprocess.Popen[Any]]) -> int:
-        """Starts a program and waits for it: its exit code, negative if a signal ended it."""
-        self._program = start()
+    def run(self, program: list[str], variables: Mapping[str, str], command: str) -> int:
+        """Runs a program: its exit code; 128 or more if a signal ended it, as in a shell.
+
+        command: our command that runs it, for messages.
+        """
+        try:
+            self._program = subprocess.Popen(program, env=os.environ | variables)
+        except OSError as error:
+            raise arguments.UsageError(
+                f"{program[0]}: {error.strerror}; a script runs as: tunegemm {command} -- python {program[0]}"
+            ) from None
         for number in self._early:
             self._program.send_signal(number)
-        return self._program.wait()
+        code = self._program.wait()
+        return code if code >= 0 else 128 - code
 
     def _receive(self, number: int, _: Any) -> None:
         if self._program is None:
@@ -155,21 +164,3 @@ def folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix=prefix)
     except OSError as error:
         raise WorkloadError(f"no temporary folder: {cause(error, 'set TMPDIR')}") from None
-
-
-def run(program: list[str], variables: Mapping[str, str], command: str, signals: Signals) -> int:
-    """The program's exit code; 128 or more if a signal ended it, as in a shell.
-
-    command: our command that runs it, for messages.
-    """
-
-    def start() -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(program, env=os.environ | variables)
-        except OSError as error:
-            raise arguments.UsageError(
-                f"{program[0]}: {error.strerror}; a script runs as: tunegemm {command} -- python {program[0]}"
-            ) from None
-
-    code = signals.run(start)
-    return code if code >= 0 else 128 - code

@@ -41,7 +41,7 @@ def command(
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with Signals() as signals, program.folder("tunegemm-record-") as parts:
         variables = program.attached(TUNEGEMM_RECORD_PARTS=parts)
-        code = program.run(words, variables, "record", signals)
+        code = signals.run(words, variables, "record")
         _write(words, parts, out)
     raise typer.Exit(code)
 

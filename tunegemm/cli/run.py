@@ -42,7 +42,7 @@ def command(
     printing.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
     printing.say(f"tunegemm: {_start_line(words, [r.fingerprint.device_name for r in records])}", err=True)
     with Signals() as signals, program.folder("tunegemm-run-") as parts:
-        code = program.run(words, variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run", signals)
+        code = signals.run(words, variables | {"TUNEGEMM_ENABLE_PARTS": parts}, "run")
         served = Served.read(Path(parts))
     if served.calls:
         printing.say(f"tunegemm: {served}", err=True)
