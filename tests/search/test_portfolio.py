@@ -6,31 +6,29 @@ from tunegemm.search import Portfolio, Search
 from tunegemm.search.efforts import EFFORTS, Effort
 
 QUICK, FULL = EFFORTS["quick"].plan, EFFORTS["full"].plan
-LIBRARY = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
 
 
-def search(family: str, **arguments: object) -> Search:
+def search(family: str) -> Search:
     ranked = [Candidate(family, c.compile_params, c.launch_params) for c in kernels()]
-    return Search(ranked, LAUNCHES, QUICK, trials=40, **arguments)  # type: ignore[arg-type]
+    return Search(ranked, LAUNCHES, QUICK, trials=40)
 
 
 def run(portfolio: Portfolio, speed: dict[str, float]) -> dict[str, int]:
     """Candidates asked of each family, with each family's landscape scaled by its speed."""
     asked: dict[str, int] = {}
     while batch := portfolio.ask():
-        together = {candidate.family for candidate in batch} - {"cublaslt"}
+        together = {candidate.family for candidate in batch}
         assert len(together) <= 1 or not asked  # the first rounds come at once
         for candidate in batch:
             asked[candidate.family] = asked.get(candidate.family, 0) + 1
             own = speed.get(candidate.family)
-            value = truth(candidate) if candidate.params.get("tile_m") else 1.0
-            portfolio.tell(candidate, None if own is None else own * value)
+            portfolio.tell(candidate, None if own is None else own * truth(candidate))
     assert portfolio.stage == "done"
     return asked
 
 
 def portfolio() -> Portfolio:
-    return Portfolio([search("cute_sm90", library=[]), search("triton_tma"), search("cute_sm80")], FULL)
+    return Portfolio([search("cute_sm90"), search("triton_tma"), search("cute_sm80")], FULL)
 
 
 def test_a_family_that_is_far_behind_costs_its_first_round() -> None:

@@ -78,8 +78,7 @@ def study_of_landscape(
     for family in families:
         ranked = sorted(kernels(family), key=lambda c: landscape(c.params), reverse=True)
         ranked = ranked[5:20] + ranked[:5] + ranked[20:]
-        first = library if family == families[0] else ()
-        searches.append(Search(ranked, LAUNCHES, plan, library=first, trials=trials))
+        searches.append(Search(ranked, LAUNCHES, plan, trials=trials))
     spaces = [SearchSpace(family, TILES, LAUNCHES) for family in families]
     return ProblemStudy(
         Portfolio(searches, plan), StudySpace(spaces, library),
@@ -148,14 +147,26 @@ def test_a_sampler_learns_the_value_of_each_candidate_once_at_its_own_point() ->
     assert {counts[str(one)] for one in expected} == {1}
 
 
+def test_the_library_comes_first_and_is_no_trial_of_the_search() -> None:
+    study = study_of_landscape(trials=20)
+    first = study.ask(len(LIBRARY) + 2)
+    assert first[: len(LIBRARY)] == LIBRARY and study.stage == "screen"
+    known = study_of_landscape(trials=20)
+    known.tell(LIBRARY[1], 1.0)
+    assert known.ask(3)[:2] == [LIBRARY[0], LIBRARY[2]], "what has a result is not asked for"
+    assert Counter(trial.params["family"] for trial in run(study_of_landscape(trials=20)).trials) == {
+        "cublaslt": len(LIBRARY), "cute_sm90": 20,
+    }  # fmt: skip
+
+
 def test_a_sampler_is_asked_for_no_more_than_the_library_leaves() -> None:
     """It waits for a value at the point that it suggested, and at the candidate's own if that is another."""
     sampler = Watched(seed=0)
     study = study_of_landscape(sampler=sampler, trials=1)
     stages = []
     while study.ask(1):
-        stages.append(study.order.stage)
-    assert stages == ["library"] * len(LIBRARY) + ["explore"] and study.order.stage == "done"
+        stages.append(study.stage)
+    assert stages == ["library"] * len(LIBRARY) + ["explore"] and study.stage == "done"
     sampler = Watched(seed=0)
     asked = study_of_landscape(sampler=sampler).ask(len(LIBRARY) + 1)
     assert asked[:-1] == LIBRARY and asked[-1].family == "cute_sm90"

@@ -202,14 +202,18 @@ def test_only_what_is_known_and_fits_is_planned(
     planning.close()
 
 
-def test_the_first_search_knows_all_results_and_each_other_one_its_familys(
+def test_each_search_knows_its_familys_results_and_nothing_known_is_asked_for(
     database: Database, tmp_path: Path
 ) -> None:
     with planted_tuner(DEVICE, database, cache=tmp_path, families=["cute_sm90", "gluon_wgmma"]) as tuner:
         ranked = tuner.kernels.ranked(PROBLEM, "gluon_wgmma").predictions[0]
-        for candidate in (PLAIN, ranked.candidate):
+        known = {PLAIN, ranked.candidate, TORCH_MM}
+        for candidate in known:
             database.publish(PROBLEM, DEVICE, measurement(candidate, 9.0), method=evidence.SCREEN)
         study = start_search(run_of(tuner, capped()), tuner.kernels, [TORCH_MM])
         first, second = study.order.searches  # type: ignore[union-attr]
-        assert set(first.results) == {PLAIN, ranked.candidate}
-        assert set(second.results) == {ranked.candidate}
+        assert set(first.results) == {PLAIN} and set(second.results) == {ranked.candidate}
+        assert not known & {*study.ask()}
+        assert {trial.user_attrs.get("candidate") for trial in study.study.trials} >= {
+            candidate.to_json() for candidate in known
+        }

@@ -335,11 +335,11 @@ def _replayed_search(
         for name, _ in candidates[0].launch_params
     }
     plan = EFFORTS["quick"].plan
-    search = Search(ranked, values, plan, allowed=trials.__contains__, library=library)
+    search = Search(ranked, values, plan, allowed=trials.__contains__)
     while batch := search.ask():
         for candidate in batch:
             search.tell(candidate, trials[candidate].ratio)
-    return list(search.asked)
+    return [*library, *search.asked]
 
 
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +35,8 @@ _BATCH = 12
 
 
 class Delegate:
-    """A search by an Optuna sampler alone: the library's algorithms, then the sampler's suggestions, of one
-    family or of several. It has the `ask` and `tell` of `tunegemm.search.Portfolio`.
+    """A search by an Optuna sampler alone, over one family or several, with the `ask` and `tell` of
+    `tunegemm.search.Portfolio`.
     """
 
     def __init__(
@@ -44,21 +44,17 @@ class Delegate:
         sampler: optuna.samplers.BaseSampler,
         searches: Sequence[Search],
         *,
-        library: Iterable[Candidate],
         trials: int,
         verdict: Callable[[Candidate], Verdict],
         reject: Callable[[Candidate, Verdict], None],
     ) -> None:
         """
         searches: one of each family; their candidates may be suggested, and their results are known.
-        library: candidates outside the space, which come first and are not counted as trials.
         verdict: why a point of the lists is no candidate. reject: called with each such point.
         """
         self._sampler, self._searches = sampler, {search.family: search for search in searches}
         self._verdict, self._reject = verdict, reject
         self.trials = self._left = trials
-        self._library = [item for item in library if all(item not in search.results for search in searches)]
-        self.stage: StageName = "library"
         self.note = ""
         """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""
         self._lists = value_lists(searches)
@@ -88,10 +84,9 @@ class Delegate:
     def ask(self, count: int = 24) -> list[Candidate]:
         """Return the next candidates, at most `count`; empty when the trials or the new suggestions are
         exhausted."""
-        library, self._library = self._library[:count], self._library[count:]
         batch: list[Candidate] = []
         skipped = 0
-        while self._left and len(batch) < min(count - len(library), _BATCH) and skipped < _MAX_SKIPS:
+        while self._left and len(batch) < min(count, _BATCH) and skipped < _MAX_SKIPS:
             candidate = self._suggest()
             if candidate is None:
                 skipped += 1
@@ -103,12 +98,8 @@ class Delegate:
             self._start(candidate)
             batch.append(candidate)
             self._left -= 1
-        if batch:
-            self.stage = "explore"
         self.note = self._note(skipped)
-        if not library and not batch:
-            self.stage = "done"
-        return library + batch
+        return batch
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
         """Learn the value of a candidate; None if it failed. The library's algorithms teach nothing."""

@@ -27,7 +27,7 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError
 from tunegemm.search.efforts import Plan, budget_for
 
-#: The stage of a search. `library` covers the vendor's algorithms and the seeds.
+#: The stage of a search. `library` covers the vendor's algorithms.
 StageName = Literal["library", "screen", "vary", "explore", "probe", "refine", "done"]
 
 #: The study parameter that distinguishes the families.
@@ -57,7 +57,6 @@ class Search:
         plan: Plan,
         *,
         allowed: Callable[[Candidate], bool] | None = None,
-        library: Sequence[Candidate] = (),
         seeds: Sequence[Candidate] = (),
         known: Iterable[tuple[Candidate, float | None]] = (),
         trials: int | None = None,
@@ -69,8 +68,6 @@ class Search:
         plan, trials: the budget; see `budget_for`.
         allowed: whether a *launch* of these kernels may be asked for; default all. On a replay device,
             whether it was recorded.
-        library: candidates outside the space, such as the vendor's algorithms: asked first, all of them,
-            and not counted as trials.
         seeds: candidates of the space to start with, such as winners of older kernels. They count as trials:
             on top of an effort's own number, but within the number that `trials` sets.
         known: stored results (value None: it failed). The search learns from them and never asks for them
@@ -91,7 +88,7 @@ class Search:
         """The values of each launch-time parameter."""
         self._allowed = allowed or (lambda candidate: True)
         self._by_kernel = {candidate.kernel: candidate for candidate in self.ranked}
-        self._library, self._seeds = list(library), [self._completed(seed) for seed in seeds]
+        self._seeds = [self._completed(seed) for seed in seeds]
         launches = math.prod(len(values) for values in self.launch_values.values())
         #: Trials per stage.
         self.budget = budget_for(plan, kernels=len(self.ranked), launches=launches, trials=trials)
@@ -107,7 +104,7 @@ class Search:
         self._stage_of: dict[Candidate, StageName] = {}
         self._around: dict[Candidate, list[Candidate]] = {}
         self._spent = 0
-        self.stage: StageName = "library"
+        self.stage: StageName = "screen"
         """The stage of the candidate asked for last; ``done`` when there are no more."""
         self._stream = self._stages()
         for candidate, value in known:
@@ -122,24 +119,30 @@ class Search:
         """In which stage a candidate was asked for."""
         return self._stage_of.get(candidate, "library")
 
-    def claim(self, candidate: Candidate) -> None:
-        """Count the candidate as tried, outside the stages, so that the search does not ask for it again."""
-        self._claim(candidate, "explore", counted=True)
+    def claim(self, candidate: Candidate, stage: StageName = "explore") -> None:
+        """Count the candidate as tried, so that the search does not ask for it again."""
+        self.stage = self._stage_of[candidate] = stage
+        self._spent += 1
+        self.results.setdefault(candidate, None)
+        self.asked.append(candidate)
 
     def is_open(self, candidate: Candidate) -> bool:
         """Whether the search may ask for the candidate and has not done so yet."""
-        return self._is_new(candidate) and self._is_allowed(candidate)
+        best_launch = self._by_kernel.get(candidate.kernel)
+        if best_launch is None or candidate in self.results:
+            return False
+        return candidate == best_launch or self._allowed(candidate)
 
     def planned_screen(self) -> list[Candidate]:
         """The candidates that the screen will ask for whatever the results, in order; to compile ahead."""
         chosen = itertools.chain(self._seeds, self._screening_order())
-        new = (c for c in chosen if c.kernel in self._by_kernel and self._is_new(c) and self._is_allowed(c))
+        new = filter(self.is_open, chosen)
         return list(itertools.islice(dict.fromkeys(new), self.budget.screen))
 
     def planned_launches(self) -> list[Candidate]:
         """Return the launches that the last stage would ask for after the results so far: a launch may need
         another kernel."""
-        new = (c for c in self._launches_of_leaders() if self._is_new(c) and self._is_allowed(c))
+        new = filter(self.is_open, self._launches_of_leaders())
         return list(itertools.islice(new, self.budget.refine)) if self.stage != "done" else []
 
     def ask(self, count: int = 24) -> list[Candidate]:
@@ -176,7 +179,6 @@ class Search:
     # The stages are one generator of candidates. It yields None when it needs the values of all earlier ones.
 
     def _stages(self) -> Iterator[Candidate | None]:
-        yield from self._take(self._library, "library", limit=len(self._library), counted=False)
         budget = self.budget
         seeds = [seed for seed in self._seeds if seed.kernel in self._by_kernel]
         yield from self._take(seeds, "screen", limit=budget.screen)
@@ -196,23 +198,14 @@ class Search:
             yield from self._take(self.ranked, "screen", limit=budget.trials)
         self.stage = "done"
 
-    def _take(
-        self, candidates: Iterable[Candidate], stage: StageName, *, limit: int, counted: bool = True
-    ) -> Iterator[Candidate]:
+    def _take(self, candidates: Iterable[Candidate], stage: StageName, *, limit: int) -> Iterator[Candidate]:
         """Yield the new and allowed `candidates` while fewer than `limit` trials are spent in total."""
         for candidate in candidates:
-            if counted and self._spent >= limit:
+            if self._spent >= limit:
                 return
-            if not self._is_new(candidate) or (counted and not self._is_allowed(candidate)):
-                continue
-            self._claim(candidate, stage, counted=counted)
-            yield candidate
-
-    def _claim(self, candidate: Candidate, stage: StageName, *, counted: bool) -> None:
-        self.stage = self._stage_of[candidate] = stage
-        self._spent += counted
-        self.results.setdefault(candidate, None)
-        self.asked.append(candidate)
+            if self.is_open(candidate):
+                self.claim(candidate, stage)
+                yield candidate
 
     def _completed(self, candidate: Candidate) -> Candidate:
         """Return a stored launch with later parameters added at their first values, which match its old
@@ -221,13 +214,6 @@ class Search:
             return candidate
         later = {n: v[0] for n, v in self.launch_values.items() if n not in candidate.params}
         return candidate.with_launch(**later) if later else candidate
-
-    def _is_new(self, candidate: Candidate) -> bool:
-        return candidate not in self.results
-
-    def _is_allowed(self, candidate: Candidate) -> bool:
-        best_launch = self._by_kernel.get(candidate.kernel)
-        return best_launch is not None and (candidate == best_launch or self._allowed(candidate))
 
     def _variants(self) -> Iterator[Candidate]:
         """Yield kernels that share tile and cluster with the leaders: in turn for each leader, in the model's
@@ -317,7 +303,8 @@ class Portfolio:
 
     def stage_of(self, candidate: Candidate) -> StageName:
         """In which stage a candidate was asked for."""
-        return self._by_family.get(candidate.family, self.searches[0]).stage_of(candidate)
+        search = self._by_family.get(candidate.family)
+        return search.stage_of(candidate) if search is not None else "library"
 
     def planned_screen(self) -> list[Candidate]:
         """The candidates that will be asked for whatever the results, in order; to compile ahead."""
@@ -349,9 +336,11 @@ class Portfolio:
         return batch
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
-        """What came of a candidate: its speed relative to the baseline, or None when it failed."""
-        self._by_family.get(candidate.family, self.searches[0]).tell(candidate, value)
-        if candidate.family in self._values:
+        """What came of a candidate: its speed relative to the baseline, or None when it failed. The library's
+        algorithms teach nothing.
+        """
+        if (search := self._by_family.get(candidate.family)) is not None:
+            search.tell(candidate, value)
             self._values[candidate.family].append(value or 0.0)
 
     def _is_near(self, search: Search) -> bool:

@@ -116,15 +116,16 @@ class RooflineSampler(BaseSampler):
         order: Portfolio | Delegate | None = None,
         space: StudySpace | None = None,
         *,
+        library: Iterable[Candidate] = (),
         beyond: BaseSampler | None = None,
         seed: int | None = None,
     ) -> None:
-        """order, space: the candidates, and their form as a trial's parameters. beyond: a sampler in place of
-        TPE. seed: of TPE.
+        """order, space: the candidates, and their form as a trial's parameters. library: candidates that come
+        first and count for nothing in the order. beyond: a sampler in place of TPE. seed: of TPE.
         """
         self._order, self.space = order, space
         self._beyond = beyond or _tpe(seed)
-        self._waiting: deque[Candidate] = deque()
+        self._waiting = deque(library)
         self._suggested: dict[int, Candidate] = {}
         #: The values that the search uses instead of the study's stored ones.
         self._search_values: dict[Candidate, float | None] = {}
@@ -132,9 +133,14 @@ class RooflineSampler(BaseSampler):
     def prepare(self, count: int) -> list[Candidate]:
         """Return the candidates of the next trials, at most `count`, up to the first that needs earlier
         values."""
-        if self._order is not None and not self._waiting:
-            self._waiting.extend(self._order.ask(count))
+        if self._order is not None and len(self._waiting) < count:
+            self._waiting.extend(self._order.ask(count - len(self._waiting)))
         return list(self._waiting)[:count]
+
+    def skip(self, candidate: Candidate) -> None:
+        """Leave out a candidate that was about to come, because its result is known."""
+        if candidate in self._waiting:
+            self._waiting.remove(candidate)
 
     def expect(self, candidate: Candidate, search_value: float | None) -> None:
         """Set the value that the search uses when the candidate's trial ends."""
@@ -222,22 +228,23 @@ class ProblemStudy:
         """
         portfolio: the order of the default sampler; every sampler suggests candidates of its searches.
             `order` is the portfolio, or its replacement for another sampler.
-        library: candidates outside the space, which come first for any sampler.
+        library: candidates outside the space, such as the vendor's algorithms: they come first for any
+            sampler, all of them, and are not counted as trials.
         verdict: why a point of the space is not a candidate.
         sampler: an Optuna sampler in place of `RooflineSampler`. seed: of the sampler that follows it.
         name, attributes: of the study.
         """
         self.space, self._label = space, label
         self.order: Portfolio | Delegate = portfolio
+        self.stage: StageName = "library"
+        """The stage of the candidate asked for last; ``done`` when there are no more."""
         if sampler is not None:
             from tunegemm.search.delegate import Delegate
 
-            searches = [search for search in portfolio.searches if search.ranked]
             self.order = Delegate(
-                sampler, searches, library=library, trials=portfolio.trials, verdict=verdict,
-                reject=self.prune,
-            )  # fmt: skip
-        self._sampler = RooflineSampler(self.order, space, beyond=sampler, seed=seed)
+                sampler, portfolio.searches, trials=portfolio.trials, verdict=verdict, reject=self.prune
+            )
+        self._sampler = RooflineSampler(self.order, space, library=library, beyond=sampler, seed=seed)
         with quiet_optuna():
             self.study = optuna.create_study(direction="maximize", sampler=self._sampler, study_name=name)
         for key, value in {**(attributes or {}), "space": space.digest}.items():
@@ -251,6 +258,7 @@ class ProblemStudy:
         for candidate in batch:
             trial = self.study.ask(self.space.distributions(candidate))
             self._running[candidate] = trial, self.order.stage_of(candidate)
+        self.stage = self.order.stage_of(batch[-1]) if batch else "done"
         return batch
 
     def tell(self, candidate: Candidate, search_value: float | None, outcome: Told | None = None) -> None:
@@ -277,6 +285,7 @@ class ProblemStudy:
     def add(self, candidate: Candidate, outcome: Told, stage: str) -> None:
         """Add a finished trial that the study did not ask for: a known result, or one of the final race."""
         self._done.add(candidate)
+        self._sampler.skip(candidate)
         state = TrialState.COMPLETE if outcome.ratio is not None else TrialState.FAIL
         self._add(candidate, state, self._attributes(candidate, stage, outcome), outcome.ratio)
 

@@ -63,8 +63,8 @@ def start_search(
     seed: int = 0,
     sampler: BaseSampler | None = None,
 ) -> ProblemStudy:
-    """Return the study of a problem: one search per generator that has kernels for it. The first search
-    includes the library's algorithms. Known results of the problem become trials of the study.
+    """Return the study of a problem: the library's algorithms, and one search per generator that has kernels
+    for it. Known results of the problem become trials of the study.
 
     swept, compiled: see `Kernels.ranked`. ready: see `limit_uncompiled`. effort, limit: how many candidates;
     see `tunegemm.search.efforts`. sampler: an Optuna sampler in place of the project's.
@@ -97,7 +97,6 @@ def start_search(
         kernels, problem, effort, swept=swept, compiled=compiled, ready=ready
     ):
         run.feasible += ranking.feasible
-        is_first = not searches
         begin = [seed for seed in first_tries if seed.family == name]
         # Known good candidates are tried whatever the model predicts.
         kernels_ranked = {candidate.kernel for candidate in ranked}
@@ -108,19 +107,15 @@ def start_search(
                 ranking.launch_values,
                 numbers.plan,
                 allowed=allowed,
-                library=library if is_first else (),
                 seeds=list(dict.fromkeys(begin)),
-                known=[(c, value) for c, value in values if c.family == name or is_first],
+                known=[(c, value) for c, value in values if c.family == name],
                 trials=limit,
             )
         )
-    if not searches:
-        if kernels.generators:
-            run.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
-            generators = set(kernels.generators)
-            if swept is not None and generators.isdisjoint(c.family for c in swept):
-                run.note = _without_times(problem, kernels, device)
-        searches.append(Search([], {}, numbers.plan, library=library, known=values, trials=limit))
+    if kernels.generators and not searches:
+        run.note = without_kernels(problem, kernels, only_compiled=compiled is not None)
+        if swept is not None and set(kernels.generators).isdisjoint(c.family for c in swept):
+            run.note = _without_times(problem, kernels, device)
 
     def verdict(point: Candidate) -> Verdict:
         """Return why a point of the value lists is no candidate, or may not be tried here."""
@@ -141,7 +136,7 @@ def start_search(
         StudySpace(
             [kernels.space(name) for name in kernels.generators],
             library,
-            [candidate for search in searches for candidate in (*search.ranked[:1], *first_tries)],
+            [*(search.ranked[0] for search in searches), *first_tries],
         ),
         library=library,
         verdict=verdict,

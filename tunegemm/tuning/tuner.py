@@ -223,7 +223,7 @@ class Tuner:
                 later = search.order.planned_launches() if skip_slow else []
                 run.compile_ahead([*batch, *later])
                 was_throttled = run.is_throttled
-                results = list(run.evaluate(batch, SCREEN, stage=search.order.stage, skip_slow=skip_slow))
+                results = list(run.evaluate(batch, SCREEN, stage=search.stage, skip_slow=skip_slow))
                 # Tell the study again the results from before the clocks fell.
                 if run.is_throttled > was_throttled:
                     failed = [outcome for outcome in results if isinstance(outcome, Failure)]
