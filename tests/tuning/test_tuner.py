@@ -479,6 +479,18 @@ def test_the_library_is_measured_while_kernels_are_ranked(
     assert not any(TORCH_MM in batch for steady_ms, batch in measurer.asked if not steady_ms), "known"
 
 
+def test_a_foreign_samplers_search_measures_the_library_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurer = Timed(lambda *_: 9.0)
+    monkeypatch.setattr(Tuner, "measurer_for", lambda *_: measurer)
+    only = ["cute_sm90", "cublaslt"]
+    with planted_tuner(DEVICE, cache=cache, families=only, sampler="random") as tuner:
+        tuner.tune(PROBLEM, trials=4)
+    screens = [batch for steady_ms, batch in measurer.asked if not steady_ms]
+    assert sum(TORCH_MM in batch for batch in screens) == 1
+
+
 def test_a_quick_search_measures_32_of_the_first_family_and_two_of_each_other(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
