@@ -149,7 +149,7 @@ def test_a_bar_moves_by_what_was_measured_and_is_drawn_anew_at_each_stage(
         def refresh(self) -> None:
             said.append("drawn")
 
-    monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
     problem = Problem.parse("64x64x64")
 
     def news(stage: str, measured: int, failed: int, planned: int, ratio: float | None = None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -26,14 +26,6 @@ _QUIET_S = 30.0
 _SHORT_S = 0.05
 
 
-def describe_failures(failures: Mapping[str, int]) -> str:
-    """``failed 3 (compile 2, timeout 1)``; empty if there are none."""
-    counts = {stage: count for stage, count in failures.items() if count}
-    if not counts:
-        return ""
-    return f"failed {sum(counts.values())} ({', '.join(f'{stage} {n}' for stage, n in counts.items())})"
-
-
 def describe_best(progress: Progress) -> str:
     """``best pp128x192x64 at 205.3 us, 1.043 x torch.mm``; empty before the first result."""
     if progress.best_us is None:
@@ -52,10 +44,11 @@ def describe_seconds(progress: Progress) -> str:
 
 
 def describe_counts(progress: Progress) -> str:
-    """``feasible 812 · compiled 24 (+8) · library 9 · measured 120/400``, and the failures by stage.
+    """``feasible 812 · compiled 24 (+8) · library 9 · measured 120/400 · failed 3 (compile 2, timeout 1)``.
 
     In brackets the kernels that this batch waits for; unknown counts are left out.
     """
+    failed = ", ".join(f"{stage} {count}" for stage, count in progress.failures.items() if count)
     waiting = f" (+{progress.to_compile})" if progress.to_compile else ""
     parts = [
         f"feasible {progress.feasible}" if progress.feasible else "",
@@ -65,7 +58,7 @@ def describe_counts(progress: Progress) -> str:
         f"measured {progress.measured}/{progress.planned}"
         if progress.planned and (progress.measured or progress.library)
         else "",
-        describe_failures(progress.failures),
+        f"failed {sum(progress.failures.values())} ({failed})" if failed else "",
     ]
     return " · ".join(part for part in parts if part)
 

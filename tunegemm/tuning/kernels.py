@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -139,24 +139,13 @@ class Kernels:
         only kernels to take, None for all. most: see `model.rank_kernels`. The latest rankings are cached.
         """
         if swept is not None:
-            return self._rank(problem, name, swept, compiled, most)
-        return self._latest(problem, name, None, compiled, most)
+            return self._rank_swept(problem, name, swept, compiled)
+        return self._latest(problem, name, compiled, most)
 
-    def _rank(
-        self,
-        problem: Problem,
-        name: str,
-        swept: Collection[Candidate] | None,
-        compiled: Ready | None,
-        most: int | None,
-    ) -> Ranking:
+    def _rank(self, problem: Problem, name: str, compiled: Ready | None, most: int | None) -> Ranking:
         fits_extents = extent_check(families.generator(name), problem, self.device)
-        wanted = None if swept is None else {candidate.kernel for candidate in swept}
-        kernels, columns = self._feasible(problem, name, fits_extents, compiled, wanted)
+        kernels, columns = self._feasible(problem, name, fits_extents, compiled)
         values = self.space(name).launch_values
-        if swept is not None:
-            predictions = self._ranked_swept(problem, set(kernels), swept)
-            return Ranking(values, predictions, len(predictions))
         # The depths of the ring and of the epilogue do not restrict the launch.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
         limited = parameters_read(families.generator(name).rules)
@@ -179,11 +168,21 @@ class Kernels:
             problem, kernels, taken, self.device, feasible=fits, columns=columns, most=most
         )
         if compiled is not None:
-            ranked = [
-                replace(prediction, candidate=self._as_compiled(problem, prediction.candidate, compiled))
-                for prediction in ranked
-            ]
+            ranked = [replace(item, candidate=self._as_compiled(problem, item, compiled)) for item in ranked]
         return Ranking(taken, ranked, len(kernels))
+
+    def _rank_swept(
+        self, problem: Problem, name: str, swept: Collection[Candidate], compiled: Ready | None
+    ) -> Ranking:
+        """Rank recorded launches: a recording has few of each kernel, and the model's best stands for it."""
+        fits_extents = extent_check(families.generator(name), problem, self.device)
+        wanted = {candidate.kernel for candidate in swept}
+        kernels = set(self._feasible(problem, name, fits_extents, compiled, wanted)[0])
+        launches = sorted((c for c in swept if c.kernel in kernels), key=Candidate.to_json)
+        best: dict[Candidate, model.Prediction] = {}
+        for prediction in model.rank(problem, launches, self.device):
+            best.setdefault(prediction.candidate.kernel, prediction)
+        return Ranking(self.space(name).launch_values, list(best.values()), len(best))
 
     def is_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> bool:
         """Whether a launch's kernel has an object."""
@@ -197,24 +196,15 @@ class Kernels:
             result = known[kernel] = digest(key), shipped, shipped is not None and key in shipped
         return result[0] in compiled.own or result[2]
 
-    def _as_compiled(self, problem: Problem, launch: Candidate, compiled: Ready) -> Candidate:
-        return next(item for item in self._in_each_order(launch) if self.is_compiled(problem, item, compiled))
+    def _as_compiled(self, problem: Problem, ranked: model.Prediction, compiled: Ready) -> Candidate:
+        orders = self._in_each_order(ranked.candidate)
+        return next(item for item in orders if self.is_compiled(problem, item, compiled))
 
     def _in_each_order(self, launch: Candidate) -> list[Candidate]:
         """Yield the launch, then launches with the same parameters that are other kernels."""
         orders = self.space(launch.family).launch_values.get(_ORDER, ())
         mine = launch.params.get(_ORDER)
         return [launch, *(launch.with_launch(**{_ORDER: order}) for order in orders if order != mine)]
-
-    def _ranked_swept(
-        self, problem: Problem, kernels: Collection[Candidate], swept: Iterable[Candidate]
-    ) -> list[model.Prediction]:
-        """Rank recorded launches: a recording has few of each kernel, and the model's best stands for it."""
-        best: dict[Candidate, model.Prediction] = {}
-        launches = sorted((c for c in swept if c.kernel in kernels), key=Candidate.to_json)
-        for prediction in model.rank(problem, launches, self.device):
-            best.setdefault(prediction.candidate.kernel, prediction)
-        return list(best.values())
 
     def _feasible(
         self,

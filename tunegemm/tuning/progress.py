@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from tunegemm.describe.device import Device
@@ -42,10 +40,7 @@ class Request:
 @contextmanager
 def bar(callback: Callable[[Progress], None] | None = None) -> Iterator[Callable[[Progress], None]]:
     """Show a tqdm bar over the candidates, a widget if a notebook has ipywidgets; also call `callback`."""
-    if "ipykernel" in sys.modules and find_spec("ipywidgets") is not None:
-        from tqdm.notebook import tqdm
-    else:
-        from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     stage = ""
     with tqdm(unit="kernel", leave=False) as shown:
