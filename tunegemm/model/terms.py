@@ -234,7 +234,8 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     # 2. Compute: cycles of one k-step of one tile; a CTA's tiles use the SM's tensor cores one after another.
     k_steps = _ceil(k_tiles, c.split_k)
     load_bytes = (c.tile_m + c.tile_n) * c.tile_k * in_bytes
-    if device.architecture.wgmma:
+    has_wgmma = device.architecture.wgmma
+    if has_wgmma:
         instructions = (c.tile_m // 64) * _ceil(c.tile_k * in_bytes, _INSTRUCTION_K_BYTES)
         mma_cycles = instructions * c.tile_n / 2 / _WGMMA_PEAK
         # A warpgroup that owns only part of the columns (192 rows have 3 groups, 256 columns may be split)
@@ -252,7 +253,7 @@ def terms(problem: Problem, columns: Columns, device: Device) -> Terms:
     step_cycles = np.where(c.pingpong, step_cycles, step_cycles / _COOPERATIVE_EFFICIENCY)
     # One slot is being computed on; the others are in flight and must cover the latency of a load.
     slot_bytes = c.tile_k * in_bytes * (c.tile_m / c.cluster_n + c.tile_n / c.cluster_m)
-    l2_rate = _l2_bytes_per_cycle_and_sm(device)
+    l2_rate = _L2_BYTES_PER_CYCLE_AND_SM if has_wgmma else _OTHER_L2_BYTES_PER_CYCLE_AND_SM
     load_cycles = _LOAD_LATENCY_CYCLES + slot_bytes / l2_rate
     step_cycles = _overlap(step_cycles, load_cycles / np.maximum(c.stages - 1, 1))
     mainloop_us = k_steps * step_cycles / clock_mhz
@@ -335,14 +336,10 @@ def elementwise_us(num_bytes: int, device: Device) -> float:
     return _LAUNCH_US + num_bytes / _bandwidth(device)
 
 
-def usable_l2(device: Device) -> int:
-    """Bytes of operands that stay in L2 over a wave."""
-    return int(device.l2_bytes * _L2_USABLE)
-
-
 def fits_l2(problem: Problem, device: Device) -> bool:
-    """Whether both operands of a batch entry stay in L2; then any rasterization will do."""
-    return (problem.m + problem.n) * problem.k * DTYPE_BYTES[problem.in_dtype] <= usable_l2(device)
+    """Whether both operands of a batch entry stay in L2 over a wave; then any rasterization will do."""
+    operand_bytes = (problem.m + problem.n) * problem.k * DTYPE_BYTES[problem.in_dtype]
+    return operand_bytes <= int(device.l2_bytes * _L2_USABLE)
 
 
 @dataclass(frozen=True)
@@ -449,10 +446,6 @@ def _resident(cluster_size: Ints, device: Device) -> Ints:
     if len(sizes) == 1:
         return np.full_like(cluster_size, next(iter(sizes.values())))
     return np.array([sizes[size] for size in cluster_size.tolist()], dtype=np.int64)
-
-
-def _l2_bytes_per_cycle_and_sm(device: Device) -> int:
-    return _L2_BYTES_PER_CYCLE_AND_SM if device.architecture.wgmma else _OTHER_L2_BYTES_PER_CYCLE_AND_SM
 
 
 def _clock_mhz(device: Device) -> float:

@@ -345,13 +345,13 @@ class Portfolio:
 
     def _is_near(self, search: Search) -> bool:
         # First rounds compare with first rounds: the first search has seen many more candidates by now.
-        best = {search: self._best_of_first_round(search) for search in self.searches}
+        best = {
+            search: max(self._values[search.family][: _first_round(search)], default=0.0)
+            for search in self.searches
+        }
         others = [value for name, own in self._values.items() if name != search.family for value in own]
         least = max((1 - self._margin) * max(best.values()), (1 - self._behind) * max(others, default=0.0))
         return best[search] > 0 and best[search] >= least
-
-    def _best_of_first_round(self, search: Search) -> float:
-        return max(self._values[search.family][: _first_round(search)], default=0.0)
 
 
 def _first_round(search: Search) -> int:

@@ -76,6 +76,7 @@ class Kernels:
         self._objects: dict[
             tuple[str | int, ...], dict[tuple[object, ...], tuple[str, Shipped | None, bool]]
         ] = {}
+        #: For each family and kind: the checks that do not depend on extents.
         self._fitting: dict[tuple[str | int, ...], Remembered] = {}
         self._compiled: dict[tuple[str | int, ...], tuple[Ready, list[Candidate], Columns]] = {}
 
@@ -149,7 +150,10 @@ class Kernels:
         # The depths of the ring and of the epilogue do not restrict the launch.
         shapes = {model.grid_shape(kernel): kernel for kernel in kernels}.values()
         limited = parameters_read(families.generator(name).rules)
-        fits_kind = self._fits_kind(problem, name)
+        place = name, *_kind(problem)
+        if place not in self._fitting:
+            self._fitting[place] = kernel_check(families.generator(name), problem, self.device)
+        fits_kind = self._fitting[place]
 
         def fits(launch: Candidate) -> bool:  # the extents reject most candidates
             return fits_extents(launch) and fits_kind(launch)
@@ -227,13 +231,6 @@ class Kernels:
             if (wanted is None or kernel in wanted) and fits_extents(kernel) and self._is_wanted(kernel)
         ]
         return _taken(kernels, columns, rows)
-
-    def _fits_kind(self, problem: Problem, name: str) -> Remembered:
-        """Return the checks that do not depend on extents, cached across problems."""
-        place = name, *_kind(problem)
-        if place not in self._fitting:
-            self._fitting[place] = kernel_check(families.generator(name), problem, self.device)
-        return self._fitting[place]
 
     def _possible_of(self, problem: Problem, name: str) -> tuple[list[Candidate], Columns]:
         kind = (name, *kernel_facts(problem))
