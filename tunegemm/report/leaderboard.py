@@ -192,16 +192,12 @@ class Leaderboard:
         `best_vendor_ratio` is at least 1, the ratio of torch.mm itself, and missing if none of the vendor's
         algorithms was measured. The note has the geometric means.
         """
-        place = [*_PROBLEM_FIELDS, "device_name"]
-        latest = frame.groupby(place)["measured_at"].transform("max")
-        newest = frame[frame["measured_at"] == latest][[*place, "fingerprint"]].drop_duplicates(place)
-        ordered = frame.merge(newest, on=[*place, "fingerprint"])
-        ordered = by_evidence(ordered, "ratio", first="confirmed")
-        vendor = ordered[ordered["family"] == VENDOR_FAMILY].drop_duplicates(place, keep="last")
+        ordered = by_evidence(_newest(frame), "ratio", first="confirmed")
+        vendor = ordered[ordered["family"] == VENDOR_FAMILY].drop_duplicates(_PLACE, keep="last")
         vendor = vendor.assign(vendor_label=vendor["label"], vendor_ratio=vendor["ratio"])
-        best = ordered.drop_duplicates(place, keep="last")
+        best = ordered.drop_duplicates(_PLACE, keep="last")
         best = best.drop(columns=["vendor_label", "vendor_ratio"], errors="ignore")  # of shipped records
-        return cls.best_of_all(best.merge(vendor[[*place, "vendor_label", "vendor_ratio"]], "left", place))
+        return cls.best_of_all(best.merge(vendor[[*_PLACE, "vendor_label", "vendor_ratio"]], "left", _PLACE))
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
@@ -209,7 +205,7 @@ class Leaderboard:
 
         The vendor's columns are left out if most of their cells would be empty.
         """
-        result = leaders.sort_values([*_PROBLEM_FIELDS, "device_name"], kind="stable")
+        result = leaders.sort_values(_PLACE, kind="stable")
         known = functools.cache(problem_of)
         problems = [known(*fields) for fields in result[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
         flops = [problem.flops for problem in problems]
@@ -347,7 +343,6 @@ def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.
     """
     import pandas
 
-    place = [*_PROBLEM_FIELDS, "device_name"]
     records, warnings = read_shipped()
     shipped = of_records(sorted(records, key=lambda record: record.measured_at))
     vendor = shipped["family"] == VENDOR_FAMILY
@@ -358,17 +353,18 @@ def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.
         baseline_spread=math.nan,
         vendor_label=shipped["label"].where(vendor),
         vendor_ratio=shipped["ratio"].where(vendor),
-    ).drop_duplicates(place, keep="last")
+    ).drop_duplicates(_PLACE, keep="last")
     frames = [shipped, *of_databases(read, warnings)]
     numbered = [frame.assign(_layer=number) for number, frame in enumerate(frames) if len(frame)]
     if not numbered:
         return shipped, warnings
     together = pandas.concat(numbered, ignore_index=True)
-    narrowest = together.groupby(place)["_layer"].transform("max")
+    narrowest = together.groupby(_PLACE)["_layer"].transform("max")
     return together[together["_layer"] == narrowest].drop(columns="_layer"), warnings
 
 
 _PROBLEM_FIELDS = list(FIELDS)
+_PLACE = [*_PROBLEM_FIELDS, "device_name"]
 _FINGERPRINT_FIELDS = [entry.name for entry in fields(Fingerprint)]
 _SUMMARY_COLUMNS = (
     "problem", "ratio_to_torch_mm", "candidate", "median_us", "torch_mm_us", "tflops", "percent_of_roofline",
@@ -446,15 +442,18 @@ def problems_of(frame: pandas.DataFrame) -> list[Problem]:
     return sorted(problem_of(*row) for row in rows)
 
 
+def _newest(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """For each problem and device the rows of the fingerprint that was measured last."""
+    latest = frame.groupby(_PLACE)["measured_at"].transform("max")
+    newest = frame[frame["measured_at"] == latest][[*_PLACE, "fingerprint"]].drop_duplicates(_PLACE)
+    return frame.merge(newest, on=[*_PLACE, "fingerprint"])
+
+
 def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:
-    """The rows to show per device: those of the fingerprint measured last."""
-    result: dict[str, tuple[Any, Device, pandas.DataFrame]] = {}
-    for _, group in frame.groupby("fingerprint", sort=False):
-        fingerprint = Fingerprint(*(_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS))
-        name, latest = fingerprint.device_name, group["measured_at"].max()
-        if name not in result or latest > result[name][0]:
-            result[name] = (latest, known_device(fingerprint), group)
-    return [(shown, group) for _, shown, group in (result[name] for name in sorted(result))]
+    """The rows of one problem to show, by device."""
+    groups = [group for _, group in _newest(frame).groupby("device_name")]
+    first = [[_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS] for group in groups]
+    return [(known_device(Fingerprint(*cells)), group) for cells, group in zip(first, groups, strict=True)]
 
 
 def known_device(fingerprint: Fingerprint) -> Device:
