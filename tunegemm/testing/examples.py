@@ -69,7 +69,6 @@ def compile_all(
     """Each candidate compiled for its problem, as many at once as the pool has workers."""
     futures = []
     for problem, candidate in pairs:
-        family = families.get(candidate.family)
-        assert family.compiled
+        family = families.generator(candidate.family)
         futures.append(pool.submit(candidate.family, family.kernel_key(problem, candidate, device)))
     return [future.result() for future in futures]
