@@ -25,7 +25,6 @@ from tunegemm.search.samplers import sampler_of
 from tunegemm.search.study import (
     FEWEST_TRIALS,
     ProblemStudy,
-    RooflineSampler,
     StudySpace,
     Told,
     finished_trials,
@@ -264,27 +263,6 @@ def test_a_sampler_learns_what_was_known_before() -> None:
     assert study.ask(1) not in ([first], [second])
     learned = sampler.study.get_trials(states=[TrialState.COMPLETE])
     assert [trial.value for trial in learned] == [1.25]
-
-
-def test_optunas_hooks_reach_the_sampler_beyond_unless_there_is_an_order() -> None:
-    class Beyond(optuna.samplers.RandomSampler):
-        def before_trial(self, *_: Any) -> None:
-            seen.append("before")
-
-        def after_trial(self, *_: Any) -> None:
-            seen.append("after")
-
-    seen: list[str] = []
-    study = optuna.create_study(sampler=RooflineSampler(beyond=Beyond()))
-    study.tell(study.ask(), 1.0)
-    assert seen == ["before", "after"]
-    (first, *_), plan = kernels("cute_sm90"), EFFORTS["quick"].plan
-    order = Portfolio([Search([first], {}, plan)], plan)
-    space = StudySpace([SearchSpace("cute_sm90", TILES, LAUNCHES)], [])
-    seen.clear()
-    study = optuna.create_study(sampler=RooflineSampler(order, space, beyond=Beyond()))
-    study.tell(study.ask(space.distributions(first)), 1.0)
-    assert seen == []
 
 
 class Broken(Largest):

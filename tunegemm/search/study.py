@@ -103,7 +103,7 @@ class StudySpace:
         return self._known[name]
 
 
-class RooflineSampler(BaseSampler):
+class RooflineSampler(TPESampler):
     """Suggests the model's first by cycles and joules and the winners of neighbours, then variants and
     launches of the best.
 
@@ -117,14 +117,14 @@ class RooflineSampler(BaseSampler):
         space: StudySpace | None = None,
         *,
         library: Iterable[Candidate] = (),
-        beyond: BaseSampler | None = None,
         seed: int | None = None,
     ) -> None:
         """order, space: the candidates, and their form as a trial's parameters. library: candidates that come
-        first and count for nothing in the order. beyond: a sampler in place of TPE. seed: of TPE.
+        first and count for nothing in the order. seed: of TPE.
         """
+        with quiet_optuna():  # no trial of TPE is random, because it follows another order
+            super().__init__(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True)
         self._order, self.space = order, space
-        self._beyond = beyond or _tpe(seed)
         self._waiting = deque(library)
         self._suggested: dict[int, Candidate] = {}
         #: The values that the search uses instead of the study's stored ones.
@@ -146,14 +146,11 @@ class RooflineSampler(BaseSampler):
         """Set the value that the search uses when the candidate's trial ends."""
         self._search_values[candidate] = search_value
 
-    def reseed_rng(self) -> None:
-        self._beyond.reseed_rng()
-
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
         if self.space is None or not self.prepare(1):
-            return dict(self._beyond.infer_relative_search_space(study, trial))
+            return super().infer_relative_search_space(study, trial)
         candidate = self._suggested[trial.number] = self._waiting.popleft()
         return self.space.distributions(candidate)
 
@@ -162,25 +159,16 @@ class RooflineSampler(BaseSampler):
     ) -> dict[str, Any]:
         candidate = self._suggested.get(trial.number)
         if candidate is None:
-            return dict(self._beyond.sample_relative(study, trial, search_space))
+            return super().sample_relative(study, trial, search_space)
         assert self.space is not None
         return self.space.params(candidate)
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        return self._beyond.sample_independent(study, trial, param_name, param_distribution)
-
-    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        if self._order is None:
-            self._beyond.before_trial(study, trial)
 
     def after_trial(
         self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None
     ) -> None:
         candidate = self._suggested.pop(trial.number, None)
         if candidate is None or self._order is None:
-            self._beyond.after_trial(study, trial, state, values)
+            super().after_trial(study, trial, state, values)
             return
         value = values[0] if values and state == TrialState.COMPLETE else None
         self._order.tell(candidate, self._search_values.pop(candidate, value))
@@ -188,13 +176,7 @@ class RooflineSampler(BaseSampler):
     def __getstate__(self) -> Mapping[str, Any]:
         """Leave out the order, which holds kernels of this process: a stored study no longer needs it."""
         lost: dict[str, Any] = {"_order": None, "_waiting": deque(), "_suggested": {}, "_search_values": {}}
-        return self.__dict__ | lost | {"_beyond": _tpe(None)}
-
-
-def _tpe(seed: int | None) -> BaseSampler:
-    """Create a TPE that samples no trial at random, because it follows another order."""
-    with quiet_optuna():
-        return TPESampler(seed=seed, n_startup_trials=1, multivariate=True, constant_liar=True)
+        return self.__dict__ | lost
 
 
 @dataclass(frozen=True)
@@ -231,7 +213,7 @@ class ProblemStudy:
         library: candidates outside the space, such as the vendor's algorithms: they come first for any
             sampler, all of them, and are not counted as trials.
         verdict: why a point of the space is not a candidate.
-        sampler: an Optuna sampler in place of `RooflineSampler`. seed: of the sampler that follows it.
+        sampler: an Optuna sampler in place of the portfolio's order. seed: of the TPE that follows.
         name, attributes: of the study.
         """
         self.space, self._label = space, label
@@ -244,7 +226,7 @@ class ProblemStudy:
             self.order = Delegate(
                 sampler, portfolio.searches, trials=portfolio.trials, verdict=verdict, reject=self.prune
             )
-        self._sampler = RooflineSampler(self.order, space, library=library, beyond=sampler, seed=seed)
+        self._sampler = RooflineSampler(self.order, space, library=library, seed=seed)
         with quiet_optuna():
             self.study = optuna.create_study(direction="maximize", sampler=self._sampler, study_name=name)
         for key, value in {**(attributes or {}), "space": space.digest}.items():
