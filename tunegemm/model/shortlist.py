@@ -8,11 +8,9 @@ kinds of products have lists for policy `batch_invariant`, in db/invariant.toml.
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +18,11 @@ import numpy as np
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.tiles import ORDERED, stream_clusters, stream_tiles
 from tunegemm.model import rank as model
+from tunegemm.model.tables import reader_of
 from tunegemm.model.terms import Bools, Columns, Ints, Terms, fits_l2, terms
-from tunegemm.resources import data_path
 
 DTYPES = ("bf16", "fp16")
 """The operand dtypes of the list. It was measured with bf16; fp16 has the same bytes and speed."""
@@ -60,24 +57,21 @@ class Choices:
         return launched(problem, kernel, *launch)
 
 
-@cache
-def listed(path: Path | None = None) -> tuple[Candidate, ...]:
-    """All kernels of the list. Raises SpaceError if a family does not know one."""
-    path = path or data_path("db", "selector.toml")
-    return tuple(kernel for table in _tables(path) for kernel in _kernels(table, path))
+@reader_of("selector.toml")
+def _selector(table: dict[str, Any]) -> tuple[Candidate, ...]:
+    return tuple(kernel for part in table["kernels"] for kernel in _kernels(part))
 
 
-def _tables(path: Path, name: str = "kernels") -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = tomllib.loads(path.read_text(encoding="utf-8"))[name]
-    return results
+def listed() -> tuple[Candidate, ...]:
+    """All kernels of the list. Raises BadValueError if the table is damaged or a family does not know one."""
+    return _selector(None)
 
 
-def _kernels(table: Mapping[str, Any], path: Path) -> Iterator[Candidate]:
+def _kernels(table: Mapping[str, Any]) -> Iterator[Candidate]:
     name, parameters = table["family"], table["parameters"]
-    if set(parameters) != set(families.get(name).parameters["compile"]):
-        raise SpaceError(
-            f"{path}: {name} has the parameters {', '.join(families.get(name).parameters['compile'])}"
-        )
+    known = families.get(name).parameters["compile"]
+    if set(parameters) != set(known):
+        raise ValueError(f"{name} has the parameters {', '.join(known)}")
     for values in table["values"]:
         yield Candidate.make(name, dict(zip(parameters, values, strict=True)))
 
@@ -86,7 +80,7 @@ def _kernels(table: Mapping[str, Any], path: Path) -> Iterator[Candidate]:
 def ordered_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
     """Shipped kernels of the reduction class `ORDERED`, by a 64x4096x4096 problem that stands for their kind.
 
-    Raises SpaceError if a family does not know one.
+    Raises BadValueError as `listed` does.
     """
     result = {}
     for dtype in DTYPES:
@@ -95,7 +89,7 @@ def ordered_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
         result[plain] = tuple(
             kernel for kernel, launch in launches if families.reduction_class(plain, launch) == ORDERED
         )
-    return result | _by_kind("kernels")
+    return result | _invariant(None)["kernels"]
 
 
 @cache
@@ -103,18 +97,21 @@ def large_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
     """Shipped kernels for products of many rows, at GPC-aware launches, by problem as in `ordered_lists`."""
     return {
         problem: tuple(launched_by_gpc(problem, kernel) for kernel in kernels)
-        for problem, kernels in _by_kind("large").items()
+        for problem, kernels in _invariant(None)["large"].items()
     }
 
 
-def _by_kind(name: str) -> dict[Problem, tuple[Candidate, ...]]:
-    result, path = {}, data_path("db", "invariant.toml")
-    for table in _tables(path, name):
-        kernels = tuple(_kernels(table, path))
-        for words in table["kinds"]:
-            problem = Problem.parse(_USUAL, **words)
-            result[problem] = tuple(_for_operands(kernel, problem) for kernel in kernels)
-    return result
+@reader_of("invariant.toml")
+def _invariant(table: dict[str, Any]) -> dict[str, dict[Problem, tuple[Candidate, ...]]]:
+    """Of few rows and of many: the kernels of each kind of problem."""
+    results: dict[str, dict[Problem, tuple[Candidate, ...]]] = {"kernels": {}, "large": {}}
+    for name, by_kind in results.items():
+        for part in table[name]:
+            kernels = tuple(_kernels(part))
+            for words in part["kinds"]:
+                problem = Problem.parse(_USUAL, **words)
+                by_kind[problem] = tuple(_for_operands(kernel, problem) for kernel in kernels)
+    return results
 
 
 def ordered_kernels(problem: Problem) -> tuple[Candidate, ...]:
