@@ -1,4 +1,4 @@
-"""The search of one problem: screen, vary, probe, refine, then name the finalists.
+"""The search of one problem: screen, vary, probe, refine.
 
 ::
 
@@ -6,7 +6,6 @@
     while batch := search.ask():
         for candidate, ratio in evaluate(batch):     # compile, measure; None if it failed
             search.tell(candidate, ratio)
-    race(search.finalists(6))
 
 A `Search` covers one kernel family; a `Portfolio` runs the searches of several families as one.
 """
@@ -170,12 +169,6 @@ class Search:
             raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
         self.results[candidate] = value
 
-    def finalists(self, count: int) -> list[Candidate]:
-        """Return the candidates with the highest values, best first; the earlier of equal ones comes
-        first."""
-        measured = [(candidate, value) for candidate, value in self.results.items() if value is not None]
-        return [candidate for candidate, _ in sorted(measured, key=lambda pair: -pair[1])[:count]]
-
     # The stages are one generator of candidates. It yields None when it needs the values of all earlier ones.
 
     def _stages(self) -> Iterator[Candidate | None]:
@@ -251,9 +244,10 @@ class Search:
                 yield leader.with_launch(**{_RASTER: order, _SWIZZLE: width})
 
     def _best_of_kernels(self) -> list[Candidate]:
-        """The best launch so far of each kernel with a result, the fastest first."""
+        """The best launch of each kernel with a result, the fastest first; of equal ones the earlier."""
+        measured = [(candidate, value) for candidate, value in self.results.items() if value is not None]
         best: dict[Candidate, Candidate] = {}
-        for candidate in self.finalists(len(self.results)):
+        for candidate, _ in sorted(measured, key=lambda pair: -pair[1]):
             if candidate.kernel in self._by_kernel:
                 best.setdefault(candidate.kernel, candidate)
         return list(best.values())
