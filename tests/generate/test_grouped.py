@@ -56,7 +56,7 @@ EXAMPLES = Examples(
         ("cluster", PROBLEMS[1], {"tile_n": 64, "stages": 8, "narrow": 8, "cluster_m": 2}),
         ("cluster_extent", Problem.of_groups(4096, 128, 2048, 8), SHARED),
         ("cluster_tile", PROBLEMS[0], {"cluster_m": 2}),
-        ("cluster_tile", PROBLEMS[0], SHARED | {"cluster_m": 1}),
+        ("cluster_tile", PROBLEMS[0], SHARED | {"tile_n": 128}),
         ("accumulators", PROBLEMS[0], {"tile_m": 256, "tile_n": 256, "narrow": 64}),
         ("accumulators", PROBLEMS[0], {"schedule": "pingpong", "tile_n": 256, "narrow": 64}),
         ("ring_filled", PROBLEMS[0], {"stages": 4}),
