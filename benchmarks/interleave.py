@@ -21,7 +21,7 @@ import torch
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.launching import Launcher
 from tunegemm.measure import operands as made
-from tunegemm.measure.backend import Backend, warm_us
+from tunegemm.measure.backend import CudaBackend, warm_us
 from tunegemm.measure.operands import Operands, make_operands, tolerance
 from tunegemm.measure.race import Runner, SteadyState, race
 from tunegemm.measure.settings import RaceSettings
@@ -90,7 +90,7 @@ class Interleave:
 
 
 def interleave(
-    problem: Problem, runs: Mapping[str, Run], backend: Backend, *, l2_bytes: int, rounds: int = 15,
+    problem: Problem, runs: Mapping[str, Run], backend: CudaBackend, *, l2_bytes: int, rounds: int = 15,
     min_replay_ms: float = 1.0, settle_s: float = 1.0, turn_ms: float = 160.0, turns: int = 7,
     settle_steady_s: float = _SETTLE_STEADY_S, seed: int = 0, tolerances: Mapping[str, float] | None = None,
 ) -> Interleave:  # fmt: skip
@@ -162,7 +162,7 @@ def interleave(
 
 
 def _verdict(
-    limit: float, run: Run, operands: Operands, wanted: torch.Tensor, backend: Backend
+    limit: float, run: Run, operands: Operands, wanted: torch.Tensor, backend: CudaBackend
 ) -> float | str:
     """The relative error of a correct result, or the reason for a failure. This call is also the warm-up."""
     made.restore(operands)

@@ -29,7 +29,7 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.measure.backend import Backend, CudaBackend
+from tunegemm.measure.backend import CudaBackend
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner
 
@@ -108,7 +108,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def measure(
-    problem: Problem, device: Device, backend: Backend, names: list[str], settings: Options, rounds: int,
+    problem: Problem, device: Device, backend: CudaBackend, names: list[str], settings: Options, rounds: int,
     known: Mapping[str, Provider] | None = None, **durations: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The row of one problem, without its tuning time. known: the providers by name. durations: those of the

@@ -14,7 +14,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def meta(device: Device, method: str, *packages: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "gpu": device.name,
         "driver": device.fingerprint.driver,
         "packages": versions | {name: package_version(name) for name in packages},
-        "clocks": asdict(TelemetryReader(device.index).read()), "method": method,
+        "clocks": TelemetryReader(device.index).read(), "method": method,
     }  # fmt: skip
 
 

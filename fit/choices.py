@@ -39,7 +39,7 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError, TunegemmError
 from tunegemm.generate import families
-from tunegemm.measure.backend import Backend, warm_us
+from tunegemm.measure.backend import CudaBackend, warm_us
 from tunegemm.measure.operands import (
     Operands,
     check,
@@ -196,7 +196,7 @@ def run(device: Device, options: argparse.Namespace) -> None:
     print(f"{done} products in {time.monotonic() - started:.0f} s; written: {path}")
 
 
-def measure(problem: Problem, device: Device, backend: Backend) -> dict[str, Any]:
+def measure(problem: Problem, device: Device, backend: CudaBackend) -> dict[str, Any]:
     """The row of one product. Its `launches` are lists: place in the list of kernels, splits of k, whether a
     second kernel adds them, whether tiles go along n, swizzle size, ratio to torch.mm, rounds."""
     count = count_sets(problem, device.l2_bytes, backend.free_bytes())
@@ -296,7 +296,7 @@ def _ratio(baseline: Sequence[float], own: Sequence[float]) -> float:
 
 
 def _check(
-    problem: Problem, sets: Sequence[Operands], launchers: Sequence[Any], backend: Backend
+    problem: Problem, sets: Sequence[Operands], launchers: Sequence[Any], backend: CudaBackend
 ) -> list[str]:
     """The error in the results of launchers; empty if all are right."""
     wanted, result = expected(problem, sets[0]), []

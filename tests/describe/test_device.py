@@ -16,7 +16,6 @@ from tests.support.processes import loaded_after
 from tunegemm.describe import driver
 from tunegemm.describe.architectures import ARCHITECTURES, PARTS
 from tunegemm.describe.device import (
-    Telemetry,
     TelemetryReader,
     cuda_device_count,
     current_fingerprint,
@@ -190,9 +189,11 @@ def test_telemetry_is_that_of_the_gpu_whose_uuid_cuda_says(
     """Of a slice it is the whole GPU's; of one that NVML does not know it is nothing."""
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid))
-    reasons = () if power_w is None else ("sw_power_cap", "hw_thermal_slowdown")
+    reasons = [] if power_w is None else ["sw_power_cap", "hw_thermal_slowdown"]
     reader = TelemetryReader(0)
-    assert reader.read() == Telemetry(None, power_w, None, reasons)
+    assert reader.read() == {
+        "sm_clock_mhz": None, "power_w": power_w, "temperature_c": None, "throttle_reasons": reasons
+    }  # fmt: skip
     assert (reader.energy_mj(), reader.busy_percent()) == (None, None)
 
 
@@ -216,9 +217,9 @@ def test_what_nvml_says_of_work_and_energy(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.gpu
 def test_telemetry_of_a_real_gpu() -> None:
     telemetry = TelemetryReader(0).read()
-    assert telemetry.sm_clock_mhz and 100 <= telemetry.sm_clock_mhz <= 4000
-    assert telemetry.power_w and 10 <= telemetry.power_w <= 2000
-    assert telemetry.temperature_c and 10 <= telemetry.temperature_c <= 110
+    assert 100 <= telemetry["sm_clock_mhz"] <= 4000
+    assert 10 <= telemetry["power_w"] <= 2000
+    assert 10 <= telemetry["temperature_c"] <= 110
 
 
 @pytest.mark.gpu

@@ -380,7 +380,9 @@ def test_nvml_may_be_missing_or_fail(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("pathlib.Path.read_text", lambda *_: (_ for _ in ()).throw(OSError))
     assert device.driver_version() == ""
-    assert device.TelemetryReader(0).read() == device.Telemetry(None, None, None, ())
+    assert device.TelemetryReader(0).read() == {
+        "sm_clock_mhz": None, "power_w": None, "temperature_c": None, "throttle_reasons": []
+    }  # fmt: skip
 
 
 # Children

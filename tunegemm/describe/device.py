@@ -155,17 +155,6 @@ class Device:
         )
 
 
-@dataclass(frozen=True)
-class Telemetry:
-    """The chip's state at one moment, from NVML. What NVML does not report is None."""
-
-    sm_clock_mhz: int | None
-    power_w: float | None
-    temperature_c: int | None
-    throttle_reasons: tuple[str, ...]
-    """Names of the active clock-limiting reasons, such as ``sw_power_cap``."""
-
-
 def find_device(spec: str = "cuda:0") -> Device:
     """The device named ``cuda``, ``cuda:N``, or ``model:NAME`` (a known part, such as ``model:h200``; its
     name alone works, too).
@@ -358,15 +347,17 @@ class TelemetryReader:
             return self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part)
         return None
 
-    def read(self) -> Telemetry:
-        """One reading, about 0.1 ms; all None when NVML does not answer."""
+    def read(self) -> dict[str, Any]:
+        """One reading of the SM clock (MHz), power (W), temperature (C), and the names of the active
+        clock-limiting reasons, about 0.1 ms; None where NVML does not answer.
+        """
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons") or 0
-        return Telemetry(
-            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
-            power_w=None if (mw := self._ask("nvmlDeviceGetPowerUsage")) is None else mw / 1000,
-            temperature_c=self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
-            throttle_reasons=tuple(name for bit, name in _THROTTLE_REASONS.items() if reasons & bit),
-        )
+        return {
+            "sm_clock_mhz": self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
+            "power_w": None if (mw := self._ask("nvmlDeviceGetPowerUsage")) is None else mw / 1000,
+            "temperature_c": self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
+            "throttle_reasons": [name for bit, name in _THROTTLE_REASONS.items() if reasons & bit],
+        }
 
     def energy_mj(self) -> float | None:
         """The board's energy since the driver was loaded; None when NVML does not answer."""

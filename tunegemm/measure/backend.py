@@ -1,7 +1,7 @@
-"""The device interface of the measuring process, and its implementation for CUDA.
+"""The device of the measuring process.
 
-The protocol of jobs, checks and rounds (`session`) does not know CUDA; tests run it on CPU tensors through
-another implementation of `Backend`.
+The protocol of jobs, checks and rounds (`session`) knows CUDA only by the methods of `CudaBackend`; tests run
+it on CPU tensors through another class that has them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe import driver
 from tunegemm.describe.device import Device, TelemetryReader
@@ -30,55 +30,7 @@ if TYPE_CHECKING:
 LONGEST_METERING = 4
 
 
-class Backend(Protocol):
-    """One device, in the process that the device's errors may kill."""
-
-    @classmethod
-    def prepare(cls, device: Callable[[], Device]) -> None:
-        """Do what needs no device yet, such as imports. Calling `device` waits until the device is known."""
-
-    def __init__(self, device: Device) -> None: ...
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The torch device of the operands."""
-
-    def open(self, *, warm_up_s: float = 0.5) -> None:
-        """Take the device, and keep it busy for `warm_up_s` seconds.
-
-        Raises RuntimeError or TunegemmError if the device cannot be used.
-        """
-
-    def family(self, name: str) -> Family:
-        """The kernel family of a job."""
-
-    def free_bytes(self) -> int:
-        """The free device memory in bytes."""
-
-    def launch(self, launcher: Launcher, operands: Operands) -> None:
-        """Run one product and wait for it. Raises RuntimeError if the device fails."""
-
-    def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
-        """A replay of `passes` passes over all sets.
-
-        Raises RuntimeError if the capture fails. The process is unusable afterwards, because torch's
-        allocator stays in its capturing state.
-        """
-
-    def alive(self) -> bool:
-        """Whether the device still works after an error."""
-
-    def telemetry(self) -> dict[str, Any]:
-        """The current clocks, power and temperature."""
-
-    def energy_mj(self) -> float | None:
-        """The device's energy meter, in millijoules since an arbitrary start; None if it has none."""
-
-    def release(self) -> None:
-        """Free cached device memory."""
-
-
-def warm_us(backend: Backend, launcher: Launcher, sets: list[Operands]) -> float:
+def warm_us(backend: CudaBackend, launcher: Launcher, sets: list[Operands]) -> float:
     """Rough microseconds of a product in a graph that ran before; decides the length of a replay.
 
     A plain launch would not do: on an idle device it takes as long as the host does, 50 to 100 us beside
@@ -92,7 +44,7 @@ def warm_us(backend: Backend, launcher: Launcher, sets: list[Operands]) -> float
     return product_us
 
 
-def metered_mj(backend: Backend, replay: Replay, products: int, energy_ms: float) -> float | None:
+def metered_mj(backend: CudaBackend, replay: Replay, products: int, energy_ms: float) -> float | None:
     """Millijoules of one product of a replay, by the device's energy meter over `energy_ms`.
 
     None if there is no meter or its reading does not change. The meter updates every 20 to 100 ms, so
@@ -118,10 +70,14 @@ def metered_mj(backend: Backend, replay: Replay, products: int, energy_ms: float
 
 
 class CudaBackend:
-    """A CUDA device; it replays graphs on its own stream and times them with events."""
+    """One device, in the process that its errors may kill. It replays graphs on its own stream and times them
+    with events.
+    """
 
     @classmethod
     def prepare(cls, device: Callable[[], Device]) -> None:
+        """Do what needs no device yet, such as imports. Calling `device` waits until the device is known."""
+
         def start() -> None:
             if driver.device_count():
                 with suppress(OSError, RuntimeError), driver.primary_context(device().index):
@@ -139,11 +95,17 @@ class CudaBackend:
 
     @property
     def torch_device(self) -> torch.device:
+        """The torch device of the operands."""
+
         import torch
 
         return torch.device("cuda", self._device.index)
 
     def open(self, *, warm_up_s: float = 0.5) -> None:
+        """Take the device, and keep it busy for `warm_up_s` seconds.
+
+        Raises RuntimeError or TunegemmError if the device cannot be used.
+        """
         import torch
 
         torch.cuda.set_device(self._device.index)
@@ -165,15 +127,18 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def family(self, name: str) -> Family:
+        """The kernel family of a job."""
         return families.get(name)
 
     def free_bytes(self) -> int:
+        """The free device memory in bytes."""
         import torch
 
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device.index)[0])
 
     def launch(self, launcher: Launcher, operands: Operands) -> None:
+        """Run one product and wait for it. Raises RuntimeError if the device fails."""
         import torch
 
         launcher(*operands.arguments)
@@ -182,9 +147,15 @@ class CudaBackend:
         torch.cuda.synchronize()
 
     def capture(self, launcher: Launcher, sets: list[Operands], passes: int) -> Replay:
+        """A replay of `passes` passes over all sets.
+
+        Raises RuntimeError if the capture fails. The process is unusable afterwards, because torch's
+        allocator stays in its capturing state.
+        """
         return _GraphReplay(launcher, sets, passes)
 
     def alive(self) -> bool:
+        """Whether the device still works after an error."""
         import torch
 
         try:
@@ -195,20 +166,15 @@ class CudaBackend:
         return True
 
     def telemetry(self) -> dict[str, Any]:
-        if self.reader is None:
-            return {}
-        now = self.reader.read()
-        return {
-            "sm_clock_mhz": now.sm_clock_mhz,
-            "power_w": now.power_w,
-            "temperature_c": now.temperature_c,
-            "throttle_reasons": list(now.throttle_reasons),
-        }
+        """The current clocks, power and temperature."""
+        return {} if self.reader is None else self.reader.read()
 
     def energy_mj(self) -> float | None:
+        """The device's energy meter, in millijoules since an arbitrary start; None if it has none."""
         return None if self.reader is None else self.reader.energy_mj()
 
     def release(self) -> None:
+        """Free cached device memory."""
         import torch
 
         torch.cuda.synchronize()

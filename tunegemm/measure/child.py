@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tunegemm.errors import TunegemmError, one_line
-from tunegemm.measure.backend import Backend
+from tunegemm.measure.backend import CudaBackend
 from tunegemm.measure.messages import Broken, Done, Open
 from tunegemm.measure.session import Session
 
@@ -22,7 +22,7 @@ from tunegemm.measure.session import Session
 def main(descriptor: int, backend_name: str) -> None:
     """Entry point of the child: serve the pipe at a file descriptor until it closes.
 
-    backend_name: ``module:attribute`` of a Backend class.
+    backend_name: ``module:attribute`` of a class with the methods of CudaBackend.
     """
     gc.disable()  # until all is imported: collections would scan modules for 0.1 to 0.2 s
     connection = Connection(descriptor)
@@ -40,7 +40,7 @@ def main(descriptor: int, backend_name: str) -> None:
 
     threading.Thread(target=receive, daemon=True).start()
     module, _, attribute = backend_name.partition(":")
-    kind: type[Backend] = getattr(importlib.import_module(module), attribute)
+    kind: type[CudaBackend] = getattr(importlib.import_module(module), attribute)
     kind.prepare(lambda: opening.result().device)
     device = opening.result().device
     backend = kind(device)

@@ -21,7 +21,7 @@ from tunegemm.errors import TunegemmError, one_line
 from tunegemm.generate.launching import Launcher
 from tunegemm.measure import exact, groups
 from tunegemm.measure import operands as data
-from tunegemm.measure.backend import LONGEST_METERING, Backend, metered_mj, warm_us
+from tunegemm.measure.backend import LONGEST_METERING, CudaBackend, metered_mj, warm_us
 from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step, add_seconds
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
 from tunegemm.measure.race import Replay, race, steady_race
@@ -93,7 +93,7 @@ class Lost(Exception):
 class Session:
     """Answers requests on one device until the pipe closes."""
 
-    def __init__(self, device: Device, backend: Backend, send: Callable[[Any], None]) -> None:
+    def __init__(self, device: Device, backend: CudaBackend, send: Callable[[Any], None]) -> None:
         self._device, self._backend, self._send = device, backend, send
         self._bench: Bench | None = None
         self._job: int | None = None

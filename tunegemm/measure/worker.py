@@ -52,7 +52,8 @@ class MeasureWorker:
         child: Child | None = None,
     ) -> None:
         """`timeout_s`: how long one step of one candidate (load, first launch, replay) may take before it
-        counts as hung. `backend`: ``module:attribute`` of another `tunegemm.measure.backend.Backend`.
+        counts as hung. `backend`: ``module:attribute`` of another class with the methods of
+        `tunegemm.measure.backend.CudaBackend`.
         `child`: the first child, with the same backend, if it is already running.
 
         Raises DeviceError if the device is not real.
