@@ -25,7 +25,7 @@ from tunegemm.measure.evidence import FINAL, METHODS, SCREEN, STEADY_FINAL
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import codec, frames, migrations, publishing, rows
 from tunegemm.store.connection import connect, display, migrating, resolve, translated, writer
-from tunegemm.store.lookup import Lookup, read_lookup
+from tunegemm.store.lookup import Lookup
 from tunegemm.store.models import ChoiceRow, FailureRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
@@ -182,7 +182,7 @@ class Database:
     def lookup(self) -> Lookup:
         """All records in the form dispatch needs: fast to read, decoded one by one."""
         with self.reading_raw() as read:
-            return read_lookup(lambda query: read(text(query)), self.layer)
+            return Lookup(lambda query: read(text(query)), self.layer)
 
     def measurements(
         self, problem: Problem | None = None, fingerprint: Fingerprint | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -35,26 +35,32 @@ class Lookup:
     and a program needs only a few.
     """
 
-    def __init__(
-        self,
-        problems: Iterable[Sequence[Any]],
-        records: Iterable[Sequence[Any]],
-        fingerprints: Mapping[int, Sequence[Any]],
-        candidates: Mapping[int, tuple[str, str]],
-        layer: str,
-    ) -> None:
-        """
-        problems: key and fields of each. records: keys of problem, fingerprint and candidate, ratio, hash of
-        the kernel sources, the method of the measurement, whether it is confirmed, the relative error of the
-        measurement. fingerprints: digest and fields by key. candidates: JSON and digest by key.
-        """
-        self._keys = {tuple(row[1:]): row[0] for row in problems}
+    def __init__(self, read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> None:
+        """read: runs a query on the database and returns its rows, all from one state."""
+        facts = ", ".join(field.name for field in fields(Fingerprint))
+        self._layer = layer
+        self._keys = {
+            tuple(cells): key for key, *cells in read(f"SELECT id, {', '.join(FIELDS)} FROM problems")
+        }
         self._records: dict[int, list[tuple[Any, ...]]] = {}
         words: dict[str, str] = {}  # interned: there are few
-        for problem, fingerprint, candidate, ratio, source, method, *facts in records:
+        for problem, fingerprint, candidate, ratio, source, method, *more in read(
+            "SELECT r.problem_id, r.fingerprint_id, r.candidate_id, r.ratio, r.kernel_source, r.measured_by, "
+            "r.confirmed, m.relative_error "
+            "FROM records r LEFT JOIN measurements m ON m.id = r.measurement_id "
+            f"WHERE r.policy = '{FASTEST}'"
+        ):
             texts = words.setdefault(source, source), words.setdefault(method, method)
-            self._records.setdefault(problem, []).append((fingerprint, candidate, ratio, *texts, *facts))
-        self._fingerprints, self._candidates, self._layer = fingerprints, candidates, layer
+            self._records.setdefault(problem, []).append((fingerprint, candidate, ratio, *texts, *more))
+        self._fingerprints = {
+            key: cells for key, *cells in read(f"SELECT id, digest, {facts} FROM fingerprints")
+        }
+        self._candidates = {
+            key: cells
+            for key, *cells in read(
+                "SELECT id, json, digest FROM candidates WHERE id IN (SELECT candidate_id FROM records)"
+            )
+        }
 
     def __len__(self) -> int:
         return sum(map(len, self._records.values()))
@@ -83,28 +89,6 @@ class Lookup:
         return results
 
 
-def read_lookup(read: Callable[[str], Iterable[Sequence[Any]]], layer: str) -> Lookup:
-    """A database's data for dispatch. read: runs a query and returns its rows, all from one state."""
-    facts = ", ".join(field.name for field in fields(Fingerprint))
-    return Lookup(
-        read(f"SELECT id, {', '.join(FIELDS)} FROM problems"),
-        read(
-            "SELECT r.problem_id, r.fingerprint_id, r.candidate_id, r.ratio, r.kernel_source, r.measured_by, "
-            "r.confirmed, m.relative_error "
-            "FROM records r LEFT JOIN measurements m ON m.id = r.measurement_id "
-            f"WHERE r.policy = '{FASTEST}'"
-        ),
-        {key: facts for key, *facts in read(f"SELECT id, digest, {facts} FROM fingerprints")},
-        {
-            key: (text, digest)
-            for key, text, digest in read(
-                "SELECT id, json, digest FROM candidates WHERE id IN (SELECT candidate_id FROM records)"
-            )
-        },
-        layer,
-    )
-
-
 def read_file(location: str | Path, layer: str) -> Lookup | None:
     """Reads a SQLite file without SQLAlchemy, whose import takes a fifth of a second.
 
@@ -124,6 +108,6 @@ def read_file(location: str | Path, layer: str) -> Lookup | None:
                 (SCHEMA_VERSION,)
             ]:
                 return None
-            return read_lookup(lambda query: connection.execute(query).fetchall(), layer)
+            return Lookup(lambda query: connection.execute(query).fetchall(), layer)
     except (sqlite3.Error, OSError, RuntimeError, ValueError, TypeError):
         return None
