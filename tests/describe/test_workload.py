@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunegemm.describe.problem import OUTPUT_DTYPES, Problem, operand_dtypes
-from tunegemm.describe.workload import Demand, Product, Workload, demands, foreign, merge, read, read_all
+from tunegemm.describe.workload import Demand, Product, Workload, demands, foreign, merge, read
 from tunegemm.describe.workload.formats import Entries, Format, dtype_of
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import WorkloadError
@@ -406,7 +406,7 @@ class TestSeveralFiles:
         paths[0].write_text(shared + "GemmTunableOp_Half_TN,tn_24_8_32\n")
         paths[1].write_text(shared + "GemmTunableOp_float_TN,tn_24_8_32\n")
         paths[2].write_text("Validator,PT_VERSION,2.9.0\n")  # a rank without a product
-        found, refused = read_all(paths)
+        found, refused = read(*paths)
         assert found == [
             Demand(Problem.parse("8x24x16", dtype="fp16"), 2),
             Demand(Problem.parse("8x24x32", dtype="fp16"), 1),
@@ -417,7 +417,7 @@ class TestSeveralFiles:
         paths = [tmp_path / f"rank{rank}.json" for rank in range(2)]
         for path, us in zip(paths, (10.0, 16.0), strict=True):
             Workload((Product(KIND, 30, timed=30, median_us=us),)).write(path)
-        assert read_all(paths) == ([Demand(Problem(512, 6144, 4096), 60, 13.0)], [])
+        assert read(*paths) == ([Demand(Problem(512, 6144, 4096), 60, 13.0)], [])
 
     def test_none_has_a_problem(self, tmp_path: Path) -> None:
         paths = [tmp_path / f"untuned{rank}.csv" for rank in range(2)]
@@ -426,7 +426,7 @@ class TestSeveralFiles:
         with pytest.raises(
             WorkloadError, match=r"no product in it can be tuned \(2 were left out, the first"
         ):
-            read_all(paths)
+            read(*paths)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def pack_command(
 
     problems = None
     if from_files:
-        problems = {demand.problem for demand in workload.read_all(from_files)[0]}
+        problems = {demand.problem for demand in workload.read(*from_files)[0]}
     if db is None:
         records, warnings = read_records()
         for warning in warnings:

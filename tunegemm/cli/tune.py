@@ -19,7 +19,7 @@ from tunegemm.cli.tune_options import Output, Place, Search
 from tunegemm.describe.command import command_line
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import document_of
-from tunegemm.describe.workload import read_all
+from tunegemm.describe.workload import read
 from tunegemm.report.text import clean, to_json
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def command(
 ) -> None:
     """Find and remember the fastest kernel for each shape, or for the products of a program."""
     refuse_contradictions(context, asked_for, from_files, search, output)
-    demands, refused = read_all(from_files) if from_files else ([], [])
+    demands, refused = read(*from_files) if from_files else ([], [])
     problems: dict[Problem, Problem] = {}  # each with the shape that asks for it
     for forward in asked_for:
         for problem in (forward, *(forward.backward() if with_backward else ())):

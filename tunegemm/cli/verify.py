@@ -10,7 +10,7 @@ import typer
 from tunegemm.cli import arguments, options, printing
 from tunegemm.cli.options import option
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.workload import read_all
+from tunegemm.describe.workload import read
 
 if TYPE_CHECKING:
     from tunegemm.tuning.verify import Verification
@@ -54,7 +54,7 @@ def command(
                 "--predicted: name products by either --shape 8x9216x4608 or --from shapes.json"
             )
         named = [Problem.parse(text) for text in shape or ()]
-        demands, refused = read_all(from_files) if from_files else ([], [])
+        demands, refused = read(*from_files) if from_files else ([], [])
         named += [demand.problem for demand in demands]
         printing.say(*(f"left out: {line}" for line in refused), err=True)
         verify_predicted(list(dict.fromkeys(named)), device, db, workers)

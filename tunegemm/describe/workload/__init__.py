@@ -5,7 +5,7 @@ reads them.
 """
 
 from tunegemm.describe.workload.demand import Demand, demands, total
-from tunegemm.describe.workload.foreign import read, read_all
+from tunegemm.describe.workload.foreign import read
 from tunegemm.describe.workload.products import Product, Workload, merge
 
-__all__ = ["Demand", "Product", "Workload", "demands", "merge", "read", "read_all", "total"]
+__all__ = ["Demand", "Product", "Workload", "demands", "merge", "read", "total"]

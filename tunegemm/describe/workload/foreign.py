@@ -6,7 +6,7 @@ No foreign format says how often a product is computed, so each counts once.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,9 @@ from tunegemm.untrusted import decoded, shown
 FORMATS: list[Format] = [tunable_op.FORMAT, cutlass.FORMAT]
 
 
-def read(path: Path) -> tuple[list[Demand], list[str]]:
-    """The problems that a file lists, and a line with place and reason for each entry that cannot be tuned.
-
-    Raises WorkloadError for another kind of file, and if no entry can be tuned.
-    """
-    return read_all([path])
-
-
-def read_all(paths: Sequence[Path]) -> tuple[list[Demand], list[str]]:
-    """`read` for several files, such as one per rank, with the calls of equal problems added up.
+def read(*paths: Path) -> tuple[list[Demand], list[str]]:
+    """The problems that files list, such as one per rank, and a line with place and reason for each entry
+    that cannot be tuned. The calls of equal problems are added up.
 
     Raises WorkloadError for a file of another kind, or if no entry can be tuned.
     """
