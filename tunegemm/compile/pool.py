@@ -255,12 +255,16 @@ class CompilePool:
     def _compile(self, family: str, key: Key) -> CompileResult:
         scratch = self.store.scratch()
         try:
+            return self._compile_into(scratch, family, key)
+        finally:
+            scratch.unlink(missing_ok=True)  # a good object is in the store by now
+
+    def _compile_into(self, scratch: Path, family: str, key: Key) -> CompileResult:
+        try:
             worker = self._take_worker()
         except OSError as error:  # not enough memory, files or processes
-            scratch.unlink(missing_ok=True)
             return CompileResult(None, f"a compile worker cannot start: {one_line(error)}", is_transient=True)
         if worker is None:
-            scratch.unlink(missing_ok=True)
             return CompileResult(None, "the compile pool was closed", is_transient=True)
         try:
             reply = worker.ask(family, key, scratch, self._timeout_s)
@@ -271,7 +275,6 @@ class CompilePool:
             worker.disconnect()
             with self._lock:
                 self._all.discard(worker)
-            scratch.unlink(missing_ok=True)
             # An abort is the candidate's fault. A worker that was killed is not: by `close` after Ctrl-C, at
             # the deadline, or for memory. Remembered, it would hide a good kernel from every later tuning.
             if not died.killed:
@@ -280,7 +283,6 @@ class CompilePool:
         self._idle.put(worker)
         failure = reply.reason if isinstance(reply, Failure) else _refusal(reply)
         if isinstance(reply, Failure) or failure:
-            scratch.unlink(missing_ok=True)
             if isinstance(reply, Failure) and reply.errno in _DISK:
                 raise self.store.refuse_write(OSError(reply.errno, os.strerror(reply.errno)))
             self.store.add_failure(key, failure)

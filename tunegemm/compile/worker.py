@@ -64,8 +64,7 @@ def one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    # Imported under the pool's name for it, so that sent objects have the pool's classes.
-
     if sys.argv[3:]:
         _lower_priority()
+    # Imported under the pool's name for it, so that sent objects have the pool's classes.
     importlib.import_module("tunegemm.compile.worker").serve(Connection(int(sys.argv[1])), sys.argv[2])

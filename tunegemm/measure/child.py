@@ -13,9 +13,10 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tunegemm.describe.device import Device
 from tunegemm.errors import TunegemmError, one_line
 from tunegemm.measure.backend import CudaBackend
-from tunegemm.measure.messages import Broken, Done, Open
+from tunegemm.measure.messages import Broken, Done
 from tunegemm.measure.session import Session
 
 
@@ -26,13 +27,13 @@ def main(descriptor: int, backend_name: str) -> None:
     """
     gc.disable()  # until all is imported: collections would scan modules for 0.1 to 0.2 s
     connection = Connection(descriptor)
-    opening: Future[Open] = Future()
+    opened: Future[Device] = Future()
     requests: queue.Queue[Any] = queue.Queue()
 
     def receive() -> None:
         # In its own thread, so that the process ends with its parent even if it hangs in a kernel.
         try:
-            opening.set_result(connection.recv())
+            opened.set_result(connection.recv())
             while True:
                 requests.put(connection.recv())
         except (EOFError, OSError):
@@ -41,8 +42,8 @@ def main(descriptor: int, backend_name: str) -> None:
     threading.Thread(target=receive, daemon=True).start()
     module, _, attribute = backend_name.partition(":")
     kind: type[CudaBackend] = getattr(importlib.import_module(module), attribute)
-    kind.prepare(lambda: opening.result().device)
-    device = opening.result().device
+    kind.prepare(opened.result)
+    device = opened.result()
     backend = kind(device)
     try:
         backend.open(warm_up_s=0.0)  # each interleave waits for the clocks to settle

@@ -6,20 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.measure.outcome import Outcome, Stage
 from tunegemm.measure.settings import Job, RaceSettings
 
 
-# To the child:
-@dataclass(frozen=True)
-class Open:
-    """The first message: which device."""
-
-    device: Device
-
-
+# To the child, after its device:
 @dataclass(frozen=True)
 class Measure:
     """A request: one `Result` per job, then `Done`."""

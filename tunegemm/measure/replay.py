@@ -20,7 +20,7 @@ from tunegemm.describe.architectures import ARCHITECTURES
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import DTYPE_BYTES, Problem, default_out_dtype
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.errors import DeviceError, ProblemError
+from tunegemm.errors import DeviceError, ProblemError, one_line
 from tunegemm.measure.outcome import Failure, Measurement, Outcome, Stage
 from tunegemm.measure.settings import Job
 from tunegemm.resources import data_path
@@ -40,12 +40,9 @@ _UNREADABLE = (OSError, lzma.LZMAError, EOFError, ValueError, KeyError, TypeErro
 class Sweep:
     """Every recorded outcome of one problem on one device."""
 
-    problem: Problem
     outcomes: Mapping[Candidate, Outcome]
     recorded_at: str
     """ISO 8601 date and time of the recording, with zone."""
-    command: str
-    """The command that records the sweep again."""
     fingerprint: Fingerprint
     """Driver and package versions of the recording."""
 
@@ -58,7 +55,8 @@ def read_device(path: Path, spec: str) -> Device:
         fingerprint = Fingerprint(**data.pop("fingerprint"))
         return Device(spec=spec, architecture=architecture, fingerprint=fingerprint, **data)
     except _UNREADABLE as error:
-        raise DeviceError(f"{path}: not a readable device ({_one_line(error)}); restore it") from None
+        why = one_line(f"{type(error).__name__}: {error}", 120)
+        raise DeviceError(f"{path}: not a readable device ({why}); restore it") from None
 
 
 # Columns: `candidates` per family and parameter (which compresses a hundredfold), `interleaves` with the data
@@ -113,14 +111,11 @@ def read_sweep(path: Path, problem: Problem) -> Sweep:
             raise ValueError(f"format {data['format']}, not {FORMAT}")
         if data["problem"] != stem(problem):
             raise ValueError(f"it is the sweep of {data['problem']}")
-        return Sweep(
-            problem, _from_columns(data, data["recorded_at"]), data["recorded_at"], data["command"],
-            Fingerprint(**data["fingerprint"]),
-        )  # fmt: skip
+        at = data["recorded_at"]
+        return Sweep(_from_columns(data, at), at, Fingerprint(**data["fingerprint"]))
     except _UNREADABLE as error:
-        raise DeviceError(
-            f"{path}: not a readable sweep ({_one_line(error)}); restore or delete it"
-        ) from None
+        why = one_line(f"{type(error).__name__}: {error}", 120)
+        raise DeviceError(f"{path}: not a readable sweep ({why}); restore or delete it") from None
 
 
 def sweep_path(folder: Path, problem: Problem) -> Path:
@@ -153,10 +148,6 @@ def problem_of(path: Path) -> Problem:
         return replace(problem, out_major="m") if match["out_m"] else problem
     except ProblemError as error:
         raise DeviceError(f"{path}: not a sweep: {error}") from None
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:120]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from tunegemm.describe.device import Device
@@ -18,6 +19,8 @@ from tunegemm.describe.epilogue import define
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import TunegemmError, one_line
+from tunegemm.generate import families
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.launching import Launcher
 from tunegemm.measure import exact, groups
 from tunegemm.measure import operands as data
@@ -101,31 +104,20 @@ class Session:
         """Seconds that the phases of a request took."""
         self._phase_began = time.monotonic()
 
+    def discover(self, problem: Problem) -> list[Candidate]:
+        """Return the candidates that the families' libraries name for a problem."""
+        self.announce(None, "load")
+        libraries = (family for family in map(families.get, families.NAMES) if not family.compiled)
+        return [candidate for family in libraries for candidate in family.discover(problem, self._device)]
+
     def measure(self, request: Measure) -> None:
         """Send a Result for every job.
 
         Launchers and graphs go with the request; operands stay for the next request of the same problem.
         """
+        problem, settings = request.problem, request.settings
         if request.function:
             define(request.function)
-        # In its own frame: its objects must be gone before the next request.
-        self._measure(request.problem, request.jobs, request.settings)
-
-    def discover(self, problem: Problem) -> list[Candidate]:
-        """Return the candidates that the families' libraries name for a problem."""
-        from tunegemm.generate import families
-
-        self.announce(None, "load")
-        candidates: list[Candidate] = []
-        for name in families.NAMES:
-            family = families.get(name)
-            if not family.compiled:
-                candidates += family.discover(problem, self._device)
-        return candidates
-
-    def _measure(self, problem: Problem, jobs: tuple[Job, ...], settings: RaceSettings) -> None:
-        from tunegemm.generate.cublaslt import TORCH_MM
-
         self.announce(None, "load")
         bench = self._prepare(problem, settings.seed, settings.skews)
         self._end_phase("operands")
@@ -143,7 +135,7 @@ class Session:
         self._end_phase("baseline")
 
         entries: list[Entry] = []
-        for index, job in enumerate(jobs):
+        for index, job in enumerate(request.jobs):
             outcome = self._admit(bench, index, job, settings, product_us)
             if isinstance(outcome, Failure):
                 self._send(Result(index, outcome))
@@ -185,7 +177,7 @@ class Session:
             "seed": settings.seed,
             "settle_ms": settings.settle_ms,
             STEADY_MS: round(settings.steady_ms / settings.steady_groups[-1]) if is_steady else 0.0,
-            "aa_ratio": _median_ratio(samples[0], samples[1]),
+            "aa_ratio": median(a / b for a, b in zip(samples[0], samples[1], strict=True)),
         }
         samples_of = dict(zip((entry.job for entry in raced), samples[2:], strict=True))
         most = max(map(len, samples))
@@ -431,9 +423,3 @@ def keep_busy(replays: Sequence[Replay], for_ms: float) -> None:
             replay.start()
         for replay in replays:
             replay.finish()
-
-
-def _median_ratio(first: list[float], second: list[float]) -> float:
-    from statistics import median
-
-    return median(a / b for a, b in zip(first, second, strict=True))

@@ -169,7 +169,7 @@ class MeasureWorker:
             began = time.monotonic()
             self._child, self._early = self._early or Child(self._backend), None
             with suppress(OSError):  # it has ended already; its last message is read next
-                self._child.connection.send(messages.Open(self._device))
+                self._child.connection.send(self._device)
             message = self._receive(self._child, _SETUP_SECONDS)
             if not isinstance(message, messages.Done):
                 self.close()
