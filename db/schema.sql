@@ -141,7 +141,4 @@ CREATE TABLE records (
 
 CREATE INDEX ix_records_fingerprint_id ON records (fingerprint_id);
 
-CREATE TABLE tunegemm_alembic_version (
-    version_num VARCHAR(32) NOT NULL,
-    CONSTRAINT tunegemm_alembic_version_pkc PRIMARY KEY (version_num)
-);
+CREATE TABLE tunegemm_alembic_version (version_num VARCHAR(32) NOT NULL, CONSTRAINT tunegemm_alembic_version_pkc PRIMARY KEY (version_num));

@@ -10,6 +10,7 @@ module does not load SQLAlchemy, because dispatch reads records.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -69,25 +70,15 @@ BAD = (TunegemmError, ValueError)
 # Cells as values
 
 
-def finite(cell: Any) -> float:
-    """A finite number. Raises ValueError for any other value."""
-    if not isinstance(cell, int | float) or not math.isfinite(cell):
-        raise ValueError(f"{cell!r:.40} is not a number")
+def finite(cell: Any, least: float = -math.inf, kind: str = "a number") -> float:
+    """A finite number of at least this size. Raises ValueError for any other value."""
+    if not isinstance(cell, int | float) or not math.isfinite(cell) or cell < least:
+        raise ValueError(f"{cell!r:.40} is not {kind}")
     return float(cell)
 
 
-def positive(cell: Any) -> float:
-    """A finite number above zero. Raises ValueError for any other value."""
-    if not finite(cell) > 0:
-        raise ValueError(f"{cell!r:.40} is not positive")
-    return float(cell)
-
-
-def not_negative(cell: Any) -> float:
-    """A finite number, zero or above. Raises ValueError for any other value."""
-    if not finite(cell) >= 0:
-        raise ValueError(f"{cell!r:.40} is negative")
-    return float(cell)
+positive = functools.partial(finite, least=math.ulp(0.0), kind="a number above zero")
+not_negative = functools.partial(finite, least=0.0, kind="a number from zero on")
 
 
 def text(cell: Any) -> str:
@@ -324,7 +315,7 @@ def _decode_candidate_object(data: Any) -> Candidate:
                 line(value, f"parameter {name}", 64)
             elif not isinstance(value, bool):
                 whole(value, f"parameter {name}", -(2**31))
-    return Candidate.from_json(json.dumps(data))
+    return Candidate.make(data["family"], data["compile"], data["launch"])
 
 
 #: Least and most value of each figure of a shipped record.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
-from sqlalchemy import Table, select
+from sqlalchemy import select
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.stored import FIELDS, problem_of
@@ -15,16 +15,7 @@ from tunegemm.measure.evidence import METHODS
 from tunegemm.store import codec
 from tunegemm.store.checks import one_line
 from tunegemm.store.database import Database
-from tunegemm.store.models import (
-    Base,
-    CandidateRow,
-    ChoiceRow,
-    FailureRow,
-    FingerprintRow,
-    MeasurementRow,
-    ProblemRow,
-    RecordRow,
-)
+from tunegemm.store.models import Base
 
 
 def damaged_rows(database: Database) -> list[str]:
@@ -32,14 +23,13 @@ def damaged_rows(database: Database) -> list[str]:
     damaged: list[str] = []
     owners: dict[Any, tuple[Any, Any]] = {}
 
-    def examine(model: type[Base], check: Callable[[Any], object]) -> None:
-        table = cast(Table, model.__table__)
+    def examine(table: str, check: Callable[[Any], object]) -> None:
         with database.reading() as session:
-            for row in session.execute(select(table)):
+            for row in session.execute(select(Base.metadata.tables[table])):
                 try:
                     check(row)
                 except (*codec.BAD, OverflowError) as error:
-                    damaged.append(f"{table.name} {row.id}: {one_line(error)}")
+                    damaged.append(f"{table} {row.id}: {one_line(error)}")
 
     def measurement(row: Any) -> None:
         owners[row.id] = row.problem_id, row.fingerprint_id
@@ -66,13 +56,13 @@ def damaged_rows(database: Database) -> list[str]:
             raise ValueError(f"measurement {row.measurement_id!r} belongs to another problem or fingerprint")
         _check(row, codec.known, "chosen_at")
 
-    examine(ProblemRow, lambda row: problem_of(*(getattr(row, name) for name in FIELDS)))
-    examine(FingerprintRow, _fingerprint)
-    examine(CandidateRow, lambda row: codec.decode_candidate(row.json, row.digest))
-    examine(MeasurementRow, measurement)
-    examine(FailureRow, failed)
-    examine(RecordRow, choice)
-    examine(ChoiceRow, choice)
+    examine("problems", lambda row: problem_of(*(getattr(row, name) for name in FIELDS)))
+    examine("fingerprints", _fingerprint)
+    examine("candidates", lambda row: codec.decode_candidate(row.json, row.digest))
+    examine("measurements", measurement)
+    examine("failures", failed)
+    examine("records", choice)
+    examine("choices", choice)
     return damaged
 
 

@@ -12,6 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -217,10 +218,9 @@ def merge(sources: Sequence[str], into: str) -> Report:
 
     Raises DatabaseError, before writing anything, if a source cannot be read or is the target itself.
     """
-    opened: list[Database] = []
     place = resolve(into)
-    try:
-        opened += [Database.open(source, read_only=True) for source in sources]
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Database.open(source, read_only=True)) for source in sources]
         if any(is_same(source.location, place) for source in opened):
             raise DatabaseError(f"{display(place)}: cannot be merged into itself; give another --into")
         total = Report()
@@ -231,9 +231,6 @@ def merge(sources: Sequence[str], into: str) -> Report:
                 total.skipped += [f"{source.name}: {line}" for line in report.skipped]
                 total.conflicts += report.conflicts
         return total
-    finally:
-        for database in opened:
-            database.close()
 
 
 def _insert(session: Session, parsed: Exported, origin: str) -> tuple[int, bool]:

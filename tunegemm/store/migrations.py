@@ -5,19 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from sqlalchemy import (
-    Column,
-    Connection,
-    MetaData,
-    PrimaryKeyConstraint,
-    String,
-    Table,
-    column,
-    func,
-    inspect,
-    select,
-    table,
-)
+from sqlalchemy import Connection, inspect, text
 
 from tunegemm.errors import DatabaseError
 from tunegemm.resources import data_path
@@ -41,7 +29,7 @@ def stored_version(connection: Connection) -> str | None:
     """
     tables = inspect(connection).get_table_names()
     if VERSION_TABLE in tables:
-        version = connection.scalar(select(column("version_num")).select_from(table(VERSION_TABLE)))
+        version = connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
         if not isinstance(version, str) or not re.fullmatch(r"\d{4}", version):
             raise DatabaseError(
                 f"damaged: its schema {shown(version)} is not a number of ours; restore a copy, or choose "
@@ -64,7 +52,7 @@ def upgrade(connection: Connection) -> None:
     if version == SCHEMA_VERSION:
         return
     if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+        connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
     version = stored_version(connection)
     if version == SCHEMA_VERSION:
         return
@@ -96,11 +84,10 @@ def upgrade(connection: Connection) -> None:
 
 def _create(connection: Connection) -> None:
     """Creates the schema that the migrations build step by step, and Alembic's mark; a test compares both."""
-    number = Column("version_num", String(32), nullable=False)
-    mark = Table(VERSION_TABLE, MetaData(), number, PrimaryKeyConstraint(number, name=f"{VERSION_TABLE}_pkc"))
     Base.metadata.create_all(connection)
-    mark.create(connection)
-    connection.execute(mark.insert().values(version_num=SCHEMA_VERSION))
+    key = f"CONSTRAINT {VERSION_TABLE}_pkc PRIMARY KEY (version_num)"
+    connection.execute(text(f"CREATE TABLE {VERSION_TABLE} (version_num VARCHAR(32) NOT NULL, {key})"))
+    connection.execute(text(f"INSERT INTO {VERSION_TABLE} VALUES ('{SCHEMA_VERSION}')"))
 
 
 def require_current(connection: Connection) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import Connection, Select, Table, bindparam, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -20,29 +20,17 @@ from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.measure.evidence import Evidence, best_of_each, choose, evidence_of, may_be_record, rank
-from tunegemm.store.models import (
-    Base,
-    CandidateRow,
-    ChoiceRow,
-    FailureRow,
-    FingerprintRow,
-    MeasurementRow,
-    ProblemRow,
-    RecordRow,
-)
+from tunegemm.store.models import Base
 from tunegemm.store.schema import FASTEST
 from tunegemm.untrusted import shown
 
 Values = Mapping[str, Any]
 
 
-def _table(model: type[Base]) -> Table:
-    return cast(Table, model.__table__)
-
-
-_FINGERPRINTS, _PROBLEMS, _CANDIDATES = map(_table, (FingerprintRow, ProblemRow, CandidateRow))
-_MEASUREMENTS, _FAILURES = map(_table, (MeasurementRow, FailureRow))
-_RECORDS, _CHOICES = map(_table, (RecordRow, ChoiceRow))
+_FINGERPRINTS, _PROBLEMS, _CANDIDATES, _MEASUREMENTS, _FAILURES, _RECORDS, _CHOICES = (
+    Base.metadata.tables[name]
+    for name in ("fingerprints", "problems", "candidates", "measurements", "failures", "records", "choices")
+)
 
 
 def _find(table: Table, *names: str) -> Select[Any]:
@@ -177,8 +165,8 @@ def confirm(connection: Connection, keys: Values, measurement_id: int) -> None:
 
 def adopt(
     connection: Connection, keys: Values, measurement_id: int, *, confirmed: bool, at: datetime | None = None
-) -> bool:
-    """Lets another database's record compete with the record here. Returns whether it is now the record.
+) -> None:
+    """Lets another database's record compete with the record here.
 
     For imported and merged rows, which have an origin. The record here yields only if it was measured
     elsewhere and the other has better evidence, or the same and a higher ratio. confirmed: it won a final
@@ -196,8 +184,6 @@ def adopt(
         known is None or rank(new) > rank(known) or (confirmed_id is None and rank(new) >= rank(known))
     ):
         _replace(connection, keys, record, new, confirmed=True, at=at)
-    after, _ = _record(connection, keys)
-    return after is not None and after.measurement_id == measurement_id
 
 
 def _record(connection: Connection, keys: Values) -> tuple[Any, Compared | None]:
