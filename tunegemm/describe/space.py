@@ -140,13 +140,13 @@ class SearchSpace:
         except (ValueError, RecursionError) as error:  # of the syntax, of 5,000 digits, nested too deep
             reason = printable(str(error), 100)
             raise SpaceError(f"{path}: not TOML ({reason}); see search_spaces/ for examples") from None
-        _check_keys(path, "", data, ("family", *_TABLES), required=("family", *_TABLES))
+        _check_keys(path, "", data, ("family", *_TABLES))
         tables: dict[str, dict[str, tuple[Value, ...]]] = {}
         for table in _TABLES:
             if not isinstance(data[table], dict):
                 raise SpaceError(f"{path}: {table!r} must be a table of lists, not {shown(data[table])}")
             if parameters is not None:
-                _check_keys(path, f"[{table}] ", data[table], parameters[table], required=parameters[table])
+                _check_keys(path, f"[{table}] ", data[table], parameters[table])
             tables[table] = {}
             for name, values in data[table].items():
                 good = isinstance(values, list) and values and all(isinstance(v, int | str) for v in values)
@@ -224,9 +224,7 @@ def _tables(text: str) -> dict[str, Any]:
     return data
 
 
-def _check_keys(
-    path: Path, where: str, table: Any, known: tuple[str, ...], required: tuple[str, ...]
-) -> None:
+def _check_keys(path: Path, where: str, table: Any, known: tuple[str, ...]) -> None:
     import difflib
 
     for key in table:
@@ -234,6 +232,5 @@ def _check_keys(
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             raise SpaceError(f"{path}: {where}unknown key {key!r}; {hint}")
-    missing = [key for key in required if key not in table]
-    if missing:
+    if missing := [key for key in known if key not in table]:
         raise SpaceError(f"{path}: {where}key {missing[0]!r} is missing; add it")

@@ -95,6 +95,7 @@ def layers_of(config: Config) -> list[Layer]:
     types = block_types(config)
     # In such a pattern each block has one layer; otherwise an attention, or its replacement, and an mlp.
     is_pattern = not {"mlp", "moe"}.isdisjoint(types)
+    hidden, width = config.number("hidden_size"), config.count("hidden_size_per_layer_input")
     results = []
     for index, kind in enumerate(types):
         of_block = _of_block(config, index, kind)
@@ -102,22 +103,13 @@ def layers_of(config: Config) -> list[Layer]:
             results += _mixer(of_block, index, kind)
         if not is_pattern or kind in ("mlp", "moe"):
             results += _feed_forward(of_block, index, kind)
-        if width := config.count("hidden_size_per_layer_input"):
-            hidden = config.number("hidden_size")
-            results.append(
-                Layer("per_layer_gate", (Linear(f"{_at(index)}.per_layer_input_gate", width, hidden),))
-            )
-            results.append(
-                Layer("per_layer_up", (Linear(f"{_at(index)}.per_layer_projection", hidden, width),))
-            )
-    if width := config.count("hidden_size_per_layer_input"):
-        columns = width * len(types)
-        results.append(
-            Layer(
-                "per_layer",
-                (Linear("model.per_layer_model_projection", columns, config.number("hidden_size")),),
-            )
-        )
+        if width:
+            at = _at(index)
+            results.append(_layer("per_layer_gate", Linear(f"{at}.per_layer_input_gate", width, hidden)))
+            results.append(_layer("per_layer_up", Linear(f"{at}.per_layer_projection", hidden, width)))
+    if width:
+        of_all = Linear("model.per_layer_model_projection", width * len(types), hidden)
+        results.append(_layer("per_layer", of_all))
     return results
 
 
@@ -178,7 +170,7 @@ def _of_block(config: Config, index: int, kind: str) -> Config:
     for name in ("intermediate_size", "moe_intermediate_size", "moe_topk", "num_shared_expert"):
         if isinstance(sizes := config.get(name), list) and sizes:  # Hunyuan has one for each block
             result[name] = sizes[index % len(sizes)]
-    return config.with_values(**result)
+    return Config({**config.values, **result}, config.where)
 
 
 def _at(index: int) -> str:
@@ -192,10 +184,7 @@ def _layer(name: str, *parts: Linear, **more: Any) -> Layer:
 def _mixer(config: Config, index: int, kind: str) -> list[Layer]:
     """A block's attention, or its replacement."""
     if why := _LEFT_OUT.get(kind):
-        return [Layer(kind, (), left_out=why)]
-    beside = (
-        [Layer("mamba", (), left_out=_LEFT_OUT["mamba"])] if config.get("mamba_d_ssm") else []
-    )  # Falcon-H1
+        return [_layer(kind, left_out=why)]
     if kind == "linear_attention":
         return _linear_attention(config, f"{_at(index)}.linear_attn")
     at = f"{_at(index)}.self_attn"
@@ -203,7 +192,10 @@ def _mixer(config: Config, index: int, kind: str) -> list[Layer]:
         return _latent_attention(config, at, index)
     if config.get("share_q_dim"):
         return _factored_attention(config, at)
-    return beside + _attention(config, at, kind, index)
+    attention = _attention(config, at, kind, index)
+    if config.get("mamba_d_ssm"):  # Falcon-H1 has Mamba beside it
+        return [_layer("mamba", left_out=_LEFT_OUT["mamba"]), *attention]
+    return attention
 
 
 def _attention(config: Config, at: str, kind: str, index: int) -> list[Layer]:
@@ -230,14 +222,12 @@ def _attention(config: Config, at: str, kind: str, index: int) -> list[Layer]:
     ) - shared:
         parts = [q]
     results = [_layer("qkv" if len(parts) > 1 else "q", *parts, is_one=config.family in _ONE_QKV)]
-    if config.flag("use_head_wise_attn_gate") or (gating := config.get("gating")) in (True, "per-head"):
-        results.append(
-            _layer("attention_gate", Linear(f"{at}.g_proj", heads, hidden, False, "columns", heads))
-        )
-    elif gating:
-        results.append(
-            _layer("attention_gate", Linear(f"{at}.g_proj", heads * size, hidden, False, "columns", heads))
-        )
+    gating = config.get("gating")
+    by_head = config.flag("use_head_wise_attn_gate") or gating in (True, "per-head")
+    if by_head or gating:
+        width = heads if by_head else heads * size
+        gate = Linear(f"{at}.g_proj", width, hidden, False, "columns", heads)
+        results.append(_layer("attention_gate", gate))
     return [*results, _layer("o", o)]
 
 
@@ -328,7 +318,7 @@ def _linear_attention(config: Config, at: str) -> list[Layer]:
             _layer("output_gate", columns("output_gate", width, heads)),
             _layer("linear_o", o),
         ]
-    return [Layer("linear_attention", (), left_out="no field defines its linear attention")]
+    return [_layer("linear_attention", left_out="no field defines its linear attention")]
 
 
 def _feed_forward(config: Config, index: int, kind: str) -> list[Layer]:

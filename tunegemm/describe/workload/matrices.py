@@ -113,9 +113,6 @@ class Config:
         except BadValueError as error:
             raise WorkloadError(f"{self.where}: {error}") from None
 
-    def with_values(self, **values: Any) -> Config:
-        return Config({**self.values, **values}, self.where)
-
     @property
     def family(self) -> str:
         """Its ``model_type``."""
