@@ -18,25 +18,6 @@ from tunegemm.describe.epilogue import MAX_WORDS
 REPORT = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 90 registers\n"
 
 
-@pytest.mark.parametrize(
-    ("epilogue", "fused_words", "words", "passed"),
-    [("relu", 2, None, MAX_WORDS), ("relu", 0, None, 0), ("", 2, None, 0), ("relu", 2, 0, 0), ("", 0, 3, 3)],
-)
-def test_a_kernel_has_as_many_words_as_its_epilogue(
-    monkeypatch: pytest.MonkeyPatch, epilogue: str, fused_words: int, words: int | None, passed: int
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        cute_object, "compile_object", lambda make, *given, **named: seen.append((make(), given, named))
-    )
-    monkeypatch.setitem(sys.modules, "planted_kernel", SimpleNamespace(Gemm=lambda config: config))  # type: ignore[arg-type]
-    chosen = SimpleNamespace(fused=SimpleNamespace(words=fused_words))
-    config = SimpleNamespace(from_mapping=lambda key: chosen)
-    compile_kernel = cute_object.compiler(config, "planted_kernel", 5, addresses=3, words=words)
-    compile_kernel({"target": "sm_90a", "epilogue": epilogue}, Path("out.o"))
-    assert seen == [(chosen, (5, "sm_90a", Path("out.o")), {"addresses": 3, "words": passed})]
-
-
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the compiler was given; it reports as ptxas does."""
@@ -61,17 +42,43 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return given
 
 
+KERNEL = SimpleNamespace(smem_bytes=77)
+
+
+def compile_planted(
+    monkeypatch: pytest.MonkeyPatch, out: Path, *, epilogue: str, fused_words: int, words: int | None
+) -> Resources:
+    """A kernel of five launch parameters and three addresses."""
+    monkeypatch.setitem(sys.modules, "planted_kernel", SimpleNamespace(Gemm=lambda config: KERNEL))  # type: ignore[arg-type]
+    chosen = SimpleNamespace(fused=SimpleNamespace(words=fused_words))
+    config = SimpleNamespace(from_mapping=lambda key: chosen)
+    compile_kernel = cute_object.compiler(config, "planted_kernel", 5, addresses=3, words=words)
+    return compile_kernel({"target": "sm_90a", "epilogue": epilogue}, out)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "fused_words", "words", "passed"),
+    [("relu", 2, None, MAX_WORDS), ("relu", 0, None, 0), ("", 2, None, 0), ("relu", 2, 0, 0), ("", 0, 3, 3)],
+)
+def test_a_kernel_has_as_many_words_as_its_epilogue(
+    compiled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, epilogue: str,
+    fused_words: int, words: int | None, passed: int,
+) -> None:  # fmt: skip
+    compile_planted(monkeypatch, tmp_path / "a.o", epilogue=epilogue, fused_words=fused_words, words=words)
+    (_, *arguments, _, _), *_ = compiled
+    assert len(arguments) == 3 + 4 + 6 + 5 + 3 + passed
+
+
 def test_the_compiler_gets_an_argument_for_each_of_the_kernels(
-    compiled: list[tuple[Any, ...]], tmp_path: Path
+    compiled: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kernel = SimpleNamespace(smem_bytes=77)
-    found = cute_object.compile_object(lambda: kernel, 2, "sm_90a", tmp_path / "a.o", addresses=3, words=4)
+    found = compile_planted(monkeypatch, tmp_path / "a.o", epilogue="", fused_words=0, words=4)
     assert (found.registers, found.spill_bytes, found.smem_bytes) == (90, 0, 77)
     (first, *arguments, stream, options), name, linked = compiled
-    assert first is kernel and stream == "stream" and "--gpu-arch=sm_90a" in options
+    assert first is KERNEL and stream == "stream" and "--gpu-arch=sm_90a" in options
     bits = [bit for bit, _ in arguments]
-    assert bits == [64] * 3 + [32] * 4 + [64] * 6 + [32] * 2 + [64] * (3 + 4)
-    assert [value for _, value in arguments] == [0] * 3 + [1] * 4 + [16] * 6 + [1] * 2 + [16] * 7
+    assert bits == [64] * 3 + [32] * 4 + [64] * 6 + [32] * 5 + [64] * (3 + 4)
+    assert [value for _, value in arguments] == [0] * 3 + [1] * 4 + [16] * 6 + [1] * 5 + [16] * 7
     assert name == (cute_object.FUNCTION_NAME,) and linked == (tmp_path / "a.o",)
     assert isinstance(found, Resources) and found.compile_seconds < 60
 

@@ -58,70 +58,49 @@ def compiler(
 ) -> Callable[[Key, Path], Resources]:
     """The `compile` of a family whose kernel is the class `Gemm` of a module, made from a config.
 
-    launch_parameters, addresses, words: see `compile_object`; by default as many words as an epilogue needs.
+    launch_parameters: 32-bit arguments after the strides. addresses: 64-bit arguments after them: of the
+    workspace and of other device memory. words: 64-bit arguments of the epilogue, last; by default as many as
+    it needs.
     """
 
     def compile_kernel(key: Key, out: Path) -> Resources:
+        """Write the object of a key for its target, such as ``sm_90a``; the report is ptxas's.
+
+        Raises any error of the compiler; some configurations abort the process.
+        """
         if source := key.get("epilogue_source"):
             define(str(source))
         chosen = config.from_mapping(key)
-        return compile_object(
-            lambda: importlib.import_module(module).Gemm(chosen),
-            launch_parameters,
-            str(key["target"]),
-            out,
-            addresses=addresses,
-            words=(MAX_WORDS if key.get("epilogue") and chosen.fused.words else 0)
-            if words is None
-            else words,
-        )
+        fused_words = MAX_WORDS if key.get("epilogue") and chosen.fused.words else 0
+        last = addresses + (fused_words if words is None else words)
+        import_dsl()
+        import cutlass.cute as cute
+        from cutlass import Int32, Int64
+
+        start = time.perf_counter()
+        kernel = importlib.import_module(module).Gemm(chosen)
+        with tempfile.TemporaryDirectory() as dumps:
+            log = Path(dumps, "ptxas.log")
+            with output_to(log), _without_locations():
+                # A dump folder of its own: parallel compiles overwrite each other's files in a shared one.
+                options = f"--gpu-arch={key['target']} --dump-dir={dumps} --remarks{{ptx}}"
+                compiled = cute.compile(
+                    kernel,
+                    *[Int64(0)] * 3,
+                    *[Int32(1)] * 4,
+                    *[Int64(16)] * 6,
+                    *[Int32(1)] * launch_parameters,
+                    *[Int64(16)] * last,
+                    cute.runtime.make_fake_stream(),
+                    options=f"--enable-tvm-ffi {options}",
+                )
+                compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
+                link(out)
+            report = log.read_text()
+        seconds = time.perf_counter() - start
+        return read_report(report, smem_bytes=kernel.smem_bytes, compile_seconds=seconds)
 
     return compile_kernel
-
-
-def compile_object(
-    make_kernel: Callable[[], Any],
-    launch_parameters: int,
-    target: str,
-    out: Path,
-    *,
-    addresses: int = 2,
-    words: int = 0,
-) -> Resources:
-    """Compile for an architecture such as ``sm_90a`` and write the object `out`; the report is ptxas's.
-
-    make_kernel: imports the kernel and makes it, after the compiler is imported.
-    launch_parameters: 32-bit arguments after the strides.
-    addresses: 64-bit arguments after them: of the workspace and of other device memory.
-    words: 64-bit arguments of the epilogue, last.
-
-    Raises any error of the compiler; some configurations abort the process.
-    """
-    import_dsl()
-    import cutlass.cute as cute
-    from cutlass import Int32, Int64
-
-    start = time.perf_counter()
-    kernel = make_kernel()
-    with tempfile.TemporaryDirectory() as dumps:
-        log = Path(dumps, "ptxas.log")
-        with output_to(log), _without_locations():
-            # A dump folder of its own: parallel compiles overwrite each other's files in a shared one.
-            compiled = cute.compile(
-                kernel,
-                *[Int64(0)] * 3,
-                *[Int32(1)] * 4,
-                *[Int64(16)] * 6,
-                *[Int32(1)] * launch_parameters,
-                *[Int64(16)] * (addresses + words),
-                cute.runtime.make_fake_stream(),
-                options=f"--enable-tvm-ffi --gpu-arch={target} --dump-dir={dumps} --remarks{{ptx}}",
-            )
-            compiled.export_to_c(object_file_path=str(out), function_name=FUNCTION_NAME)
-            link(out)
-        report = log.read_text()
-    seconds = time.perf_counter() - start
-    return read_report(report, smem_bytes=kernel.smem_bytes, compile_seconds=seconds)
 
 
 @contextmanager
