@@ -53,8 +53,7 @@ def ship(folder: Path) -> tuple[int, Mapping[str, str]]:
         fresh = Path(scratch, "kernels")
         for key, artifact in artifacts.items():
             copy(ArtifactStore(fresh), dict(key), artifact)
-        for path in fresh.rglob("*"):
-            path.chmod(0o755 if path.is_dir() else 0o644)
+        packs.own(fresh)
         packs.write_manifest(fresh, toolchain=toolchain())
         if folder.exists():
             folder.rename(Path(scratch, "old"))

@@ -366,18 +366,15 @@ def encode_shipped(record: Record, toolchain: str) -> str:
 
 @dataclass(frozen=True)
 class Exported:
-    """A measurement or failure of an export, checked."""
+    """A measurement or failure of an export, checked, as cells."""
 
     id: str
     """Its name for the choices of the same file; empty if they cannot refer to it."""
     label: str
-    kernel_source: str
-    origin: str
-    method: str
-    problem: Problem
-    fingerprint: Fingerprint
-    outcome: Measurement | Failure
-    resources: Resources | None
+    keys: tuple[Json, Json, Json]
+    """Of the rows that it refers to, as `encode_keys`."""
+    cells: Json
+    """Of its own row, as `encode_outcome`."""
     measured_at: datetime
 
 
@@ -395,10 +392,10 @@ def decode_exported(row: Any) -> Exported:
     fingerprint = decode_fields(Fingerprint, row.get("fingerprint"))
     outcome = _decode_outcome(row, problem, fingerprint, source)
     resources = None if row.get("resources") is None else _decode_resources(row["resources"])
+    keys = encode_keys(problem, fingerprint, outcome.candidate, "")
+    cells = encode_outcome(outcome, resources, method or SCREEN)
     at = moment(row.get("measured_at"), "measured_at")
-    return Exported(
-        id_, label, source, origin, method or SCREEN, problem, fingerprint, outcome, resources, at
-    )
+    return Exported(id_, label, keys, cells | {"kernel_source": source, "origin": origin}, at)
 
 
 def _cell(row: Json, name: str, default: Any) -> Any:

@@ -25,7 +25,6 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import FIELDS, problem_of
 from tunegemm.errors import BadValueError, DatabaseError
 from tunegemm.files import read_bytes, replacing
-from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.store import codec, publishing
 from tunegemm.store.checks import one_line
 from tunegemm.store.codec import BAD, Exported, Json
@@ -172,7 +171,7 @@ def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str
                 key, is_new = _insert(session, parsed, origin)
                 report.added += is_new
                 report.known += not is_new
-                if parsed.id and isinstance(parsed.outcome, Measurement):
+                if parsed.id and "stage" not in parsed.cells:
                     measurement_ids[parsed.id] = key
     _load_choices(database, choices, measurement_ids, report)
     return report
@@ -235,22 +234,18 @@ def merge(sources: Sequence[str], into: str) -> Report:
 
 def _insert(session: Session, parsed: Exported, origin: str) -> tuple[int, bool]:
     """The key of the row and whether it is new."""
-    connection, outcome = session.connection(), parsed.outcome
-    values = codec.encode_outcome(outcome, parsed.resources, parsed.method)
-    values |= {"kernel_source": parsed.kernel_source, "origin": parsed.origin or origin}
-    keys = publishing.row_keys(
-        connection, *codec.encode_keys(parsed.problem, parsed.fingerprint, outcome.candidate, "")
-    )
-    is_failure = isinstance(outcome, Failure)
-    table, alike = (FailureRow, "stage") if is_failure else (MeasurementRow, "samples_us")
-    identity = {**keys, "kernel_source": parsed.kernel_source, "created_at": parsed.measured_at}
-    identity[alike] = values[alike]
+    connection, cells = session.connection(), parsed.cells
+    keys = publishing.row_keys(connection, *parsed.keys)
+    table, alike = (FailureRow, "stage") if "stage" in cells else (MeasurementRow, "samples_us")
+    identity = {**keys, "created_at": parsed.measured_at}
+    identity |= {name: cells[name] for name in ("kernel_source", alike)}
     result = session.scalar(select(table.id).filter_by(**identity).limit(1))
     if result is not None:
         return result, False
     if parsed.label:
         publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
-    return publishing.add(connection, keys, values, at=parsed.measured_at), True
+    cells = {**cells, "origin": cells["origin"] or origin}
+    return publishing.add(connection, keys, cells, at=parsed.measured_at), True
 
 
 def _is_known(session: Session, choice: Row) -> bool:

@@ -178,8 +178,8 @@ def install(file: Path, root: Path | None = None, *, sha256: str | None = None) 
             root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=root, prefix=".new-") as scratch:
                 fresh = Path(scratch, "pack")
-                _make_folder(fresh)
                 _unpack(file, fresh)
+                own(fresh)
                 _check(_read_records(fresh, file), file)
                 (fresh / _LOADED_FROM).write_text(file.name)
                 if not final.is_dir():
@@ -410,13 +410,11 @@ def _parse(content: bytes, where: Path) -> dict[str, Any]:
 
 def _write(folder: Path, name: str, content: bytes) -> None:
     path = folder / name
-    for parent in reversed(path.relative_to(folder).parents[:-1]):
-        _make_folder(folder / parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
-    path.chmod(0o644)
 
 
-def _make_folder(path: Path) -> None:
-    """Writable by its owner only, whatever the umask: `ArtifactStore` rejects other folders."""
-    path.mkdir(exist_ok=True)
-    path.chmod(0o755)
+def own(folder: Path) -> None:
+    """Makes a folder writable by its owner only, whatever the umask: `ArtifactStore` rejects others."""
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
