@@ -22,8 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key, digest
 from tunegemm.compile.ptxas import Resources
@@ -337,26 +338,33 @@ class _WorkerDied(Exception):
         """Whether it was killed from outside, so that the candidate is not to blame."""
 
 
+def own_process(
+    *command: str, output: int | IO[bytes] = subprocess.DEVNULL, **environment: str
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process of Python, and a pipe to it: its last argument is the number of its end."""
+    # Apart from stdout, which compilers write to.
+    ours, theirs = Pipe()
+    # It must find the same modules: tests and notebooks extend sys.path without installing them.
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    process = subprocess.Popen(
+        [sys.executable, *command, str(theirs.fileno())],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=[theirs.fileno()],
+        env=os.environ | {"PYTHONPATH": path} | UNATTACHED | environment,
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends the other
+    )
+    theirs.close()
+    return process, ours
+
+
 class _Worker:
     """One worker process, from the side of the thread that owns it."""
 
     def __init__(self, families_module: str, *, low_priority: bool = False) -> None:
-        # Apart from stdout, which compilers write to.
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "tunegemm.compile.worker", str(theirs.fileno()), families_module]
-        self.process = subprocess.Popen(
-            command + ["low"] * low_priority,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            # Its own session: Ctrl-C reaches the tuner, which ends its workers itself.
-            start_new_session=True,
-            env=os.environ
-            | UNATTACHED
-            | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-        theirs.close()
+        command = ["-m", "tunegemm.compile.worker", families_module, *["low"] * low_priority]
+        self.process, self._connection = own_process(*command, CUDA_VISIBLE_DEVICES="")
 
     def ask(self, family: str, key: Key, out: Path, timeout_s: float) -> Resources | Failure:
         """Send one job, wait for its reply. Raises _WorkerDied if the worker dies."""

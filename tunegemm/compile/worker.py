@@ -1,7 +1,7 @@
 """The process of a compile worker: it sees no GPU, and compiles one kernel after the other.
 
-`tunegemm.compile.pool` starts it as `python -m tunegemm.compile.worker`, with the descriptor of its
-connection and the name of the module where it finds families.
+`tunegemm.compile.pool` starts it as `python -m tunegemm.compile.worker`, with the name of the module where it
+finds families, and the descriptor of its connection last.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def one_line(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[3:]:
+    if sys.argv[2] == "low":
         _lower_priority()
     # Imported under the pool's name for it, so that sent objects have the pool's classes.
-    importlib.import_module("tunegemm.compile.worker").serve(Connection(int(sys.argv[1])), sys.argv[2])
+    importlib.import_module("tunegemm.compile.worker").serve(Connection(int(sys.argv[-1])), sys.argv[1])

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import IO, Any, Self
 
+from tunegemm.compile.pool import own_process
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.served import UNATTACHED
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError, one_line
 from tunegemm.measure import messages
@@ -29,7 +26,7 @@ CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 #: Time limit for importing torch, starting CUDA and making operands, which belong to no candidate.
 _SETUP_SECONDS = 300.0
 
-_CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv[1]), sys.argv[2])"
+_CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv[2]), sys.argv[1])"
 
 
 class MeasureWorker:
@@ -185,20 +182,8 @@ class Child:
     """
 
     def __init__(self, backend: str = CUDA_BACKEND) -> None:
-        self.connection, theirs = Pipe()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-        # The child must find the same modules: tests and notebooks extend sys.path without installing them.
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(theirs.fileno()), backend],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=self._output,
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": path} | UNATTACHED,
-            start_new_session=True,  # Ctrl-C reaches only the parent, which then ends the child
-        )
-        theirs.close()
+        self.process, self.connection = own_process("-c", _CHILD, backend, output=self._output)
         self._finalizer = weakref.finalize(self, _end, self.process, self.connection)
 
     def __enter__(self) -> Self:
