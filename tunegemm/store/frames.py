@@ -8,20 +8,14 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Select, select
+from sqlalchemy import Select
 
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import FIELDS, document_of, problem_of
 from tunegemm.measure.evidence import evidence_of
 from tunegemm.store.codec import FINGERPRINT_FIELDS, decode_candidate, is_readable
 from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
-from tunegemm.store.rows import (
-    FINGERPRINT_COLUMNS,
-    PROBLEM_COLUMNS,
-    where_problem,
-    with_keys,
-)
-from tunegemm.store.schema import FASTEST
+from tunegemm.store.rows import FINGERPRINT_COLUMNS, PROBLEM_COLUMNS, records_query, where_problem
 
 if TYPE_CHECKING:
     import pandas
@@ -48,43 +42,32 @@ _TEXTS = ("family", "label", "candidate", "device_name", "kernel_source", "origi
 def candidates_query(problem: Problem | None, family: str | None) -> Select[Any]:
     """Every measurement, or the measurements of a problem or family, with the record."""
     row = MeasurementRow
-    query = with_keys(
-        select(
-            *(ProblemRow.id.label("problem_id"), *PROBLEM_COLUMNS),
-            *(FINGERPRINT_COLUMNS[0].label("fingerprint"), *FINGERPRINT_COLUMNS[1:]),
-            *(CandidateRow.digest.label("candidate"), CandidateRow.family, CandidateRow.label),
-            CandidateRow.json,
-            *(row.id.label("measurement_id"), *(getattr(row, name) for name in _FACTS)),
-            row.created_at.label("measured_at"),
-            *(RecordRow.measurement_id.label("record_measurement_id"), RecordRow.confirmed),
-        ).select_from(row),
-        row,
-    )
-    query = query.outerjoin(
-        RecordRow,
-        (RecordRow.problem_id == row.problem_id)
-        & (RecordRow.fingerprint_id == row.fingerprint_id)
-        & (RecordRow.goal == FASTEST),
+    query = records_query(None).with_only_columns(
+        *(ProblemRow.id.label("problem_id"), *PROBLEM_COLUMNS),
+        *(FINGERPRINT_COLUMNS[0].label("fingerprint"), *FINGERPRINT_COLUMNS[1:]),
+        *(CandidateRow.digest.label("candidate"), CandidateRow.family, CandidateRow.label),
+        CandidateRow.json,
+        *(row.id.label("measurement_id"), *(getattr(row, name) for name in _FACTS)),
+        *(row.created_at.label("measured_at"), RecordRow.confirmed),
     )
     if problem is not None:
         query = where_problem(query, problem)
     if family is not None:
         query = query.where(CandidateRow.family == family)
-    return query.order_by(row.id)
+    return query
 
 
 def best_of_each(frame: pandas.DataFrame) -> pandas.DataFrame:
     """The rows of `candidates_query`, one per problem, fingerprint and candidate (`Database.frame`)."""
     frame = sound(frame)
-    is_record = frame["measurement_id"] == frame["record_measurement_id"]
-    frame["record"] = is_record
-    frame["confirmed"] = is_record & frame["confirmed"].eq(True)
+    frame["record"] = frame["confirmed"].notna()
+    frame["confirmed"] = frame["confirmed"].eq(True)
     # Always show the confirmed record's row: dispatch launches it.
     frame = by_evidence(frame, "measurement_id", first="confirmed")
     # A candidate measured again stays the record, though its row now shows the later evidence.
     frame["record"] = frame.groupby(_KEY)["record"].transform("any") if len(frame) else frame["record"]
     frame = frame.drop_duplicates(_KEY, keep="last")
-    hidden = ["problem_id", "measurement_id", "record_measurement_id", "own", "level"]
+    hidden = ["problem_id", "measurement_id", "own", "level"]
     return frame.drop(columns=hidden).reset_index(drop=True)
 
 
