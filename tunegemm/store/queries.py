@@ -145,20 +145,13 @@ def latest_records(database: Database, vendor: str) -> pandas.DataFrame:
         .subquery()
     )
     row = MeasurementRow
-    best = (
-        select(*PROBLEM_COLUMNS, RecordRow.problem_id, RecordRow.fingerprint_id, FingerprintRow.device_name)
-        .add_columns(CandidateRow.family, CandidateRow.label, CandidateRow.digest.label("candidate"))
-        .add_columns(CandidateRow.json)
-        .add_columns(row.median_us, row.baseline_median_us, row.ratio, row.spread, row.baseline_spread)
-        .add_columns(RecordRow.confirmed)
-        .select_from(ranked)
-        .join(RecordRow, RecordRow.id == ranked.c.id)
-        .join(FingerprintRow, FingerprintRow.id == RecordRow.fingerprint_id)
-        .join(row, row.id == RecordRow.measurement_id)
-        .join(ProblemRow, ProblemRow.id == RecordRow.problem_id)
-        .join(CandidateRow, CandidateRow.id == row.candidate_id)
-        .where(ranked.c.place == 1)
+    best = records_query().with_only_columns(
+        *(*PROBLEM_COLUMNS, RecordRow.problem_id, RecordRow.fingerprint_id, FingerprintRow.device_name),
+        *(CandidateRow.family, CandidateRow.label, CandidateRow.digest.label("candidate"), CandidateRow.json),
+        *(row.median_us, row.baseline_median_us, row.ratio, row.spread, row.baseline_spread),
+        RecordRow.confirmed,
     )
+    best = best.join(ranked, ranked.c.id == RecordRow.id).where(ranked.c.place == 1).order_by(None)
     with database.reading_raw() as read:
         frame = pandas.DataFrame(read(best), columns=[column["name"] for column in best.column_descriptions])
         vendors = select(CandidateRow.id, CandidateRow.label)
