@@ -125,7 +125,8 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
         return engine
     with translated(location):
         if read_only:
-            _check_readable(location)
+            if not _is_there(location):
+                raise DatabaseError(f"{location}: no such database; `tunegemm tune` on a GPU creates it")
             options = read_only_options(location)
         else:
             _make_writable(location)
@@ -137,11 +138,12 @@ def connect(location: Path | URL, *, read_only: bool) -> Engine:
     return engine
 
 
-def _check_readable(path: Path) -> None:
+def _is_there(path: Path) -> bool:
+    """Whether a file is there. Raises DatabaseError if it cannot be read, or is of another kind."""
     try:
         wrong_kind = kind(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        raise DatabaseError(f"{path}: no such database; `tunegemm tune` on a GPU creates it") from None
+        return False
     except OSError as error:
         raise DatabaseError(f"{path}: {cause(error, 'choose another path')}") from None
     if wrong_kind is not None:  # opening a pipe would block for ever
@@ -150,6 +152,7 @@ def _check_readable(path: Path) -> None:
         raise DatabaseError(
             f"{path}: no permission to read it; change its permissions or choose another path"
         )
+    return True
 
 
 def check_writable(path: Path) -> None:
@@ -170,17 +173,7 @@ def _make_writable(path: Path) -> None:
         raise DatabaseError(
             f"{path}: {error.strerror} while creating its folder; choose another path"
         ) from None
-    places = [folder]
-    try:
-        path.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise DatabaseError(f"{path}: {cause(error, 'choose another path')}") from None
-    else:
-        _check_readable(path)
-        places.append(path)
-    for place in places:
+    for place in (folder, path) if _is_there(path) else (folder,):
         # SQLite opens an unwritable file read-only, and reports that only at the first write.
         if not os.access(place, os.W_OK):
             raise DatabaseError(
