@@ -39,7 +39,7 @@ from tunegemm.store.models import (
     ProblemRow,
     RecordRow,
 )
-from tunegemm.store.rows import where_problem, with_keys
+from tunegemm.store.rows import with_keys
 from tunegemm.store.schema import FASTEST
 from tunegemm.store.shipped import FORMAT as RECORDS_FORMAT
 from tunegemm.untrusted import decoded, listed, members, printable, shown
@@ -80,8 +80,8 @@ class Report:
     conflicts: list[Conflict] = field(default_factory=list)
 
 
-def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | BadValueError]:
-    """Every measurement, failure and choice, oldest first; of one problem, if given.
+def dump(database: Database) -> Iterator[Row | BadValueError]:
+    """Every measurement, failure and choice, oldest first.
 
     Cells with impossible values keep them. A row yields an error if its candidate or fingerprint was altered,
     because elsewhere the altered row would pass as sound.
@@ -99,8 +99,6 @@ def dump(database: Database, problem: Problem | None = None) -> Iterator[Row | B
                     ChoiceRow, MeasurementRow, MeasurementRow.id == ChoiceRow.measurement_id
                 )
             results = with_keys(query, result).order_by(table.id)
-            if problem is not None:
-                results = where_problem(results, problem)
             for row in session.execute(results.execution_options(yield_per=1000)):
                 _, _, fingerprint, candidate, *_ = row
                 try:

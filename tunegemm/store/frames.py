@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +125,8 @@ def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
     for name in (*_TIMES, *_NUMBERS, *_OPTIONAL):
         if name not in frame:
             continue
-        cells = frame[name].map(_number).astype(float)
+        cells = frame[name].map(lambda cell: cell if isinstance(cell, int | float) else None).astype(float)
+        cells = cells.where(cells.abs() < 1e300)
         if name in _TIMES:
             keep &= cells > 0
         elif name in _NUMBERS:
@@ -150,10 +150,3 @@ def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
     if not keep.all():
         _log.warning("skipped %d unreadable row(s) of a table", (~keep).sum())
     return frame[keep].copy()
-
-
-def _number(cell: Any) -> float:
-    """A finite number, or NaN."""
-    if not isinstance(cell, int | float) or not -1e300 < cell < 1e300:
-        return math.nan
-    return float(cell)
