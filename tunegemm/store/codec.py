@@ -441,16 +441,16 @@ def _decode_resources(data: Any) -> Resources:
     return Resources(registers, spill_bytes, smem_bytes, warnings, seconds)
 
 
-def decode_choice(row: Json, measurement_ids: Mapping[str, int]) -> Json:
-    """The columns of a choice, without those that its measurement has."""
+def decode_choice(row: Json, measured: Mapping[str, Json]) -> Json:
+    """The columns of a choice. measured: those that it has of its measurement, by the measurement's name."""
     reference = line(row.get("measurement"), "measurement", 64)
-    if reference not in measurement_ids:
+    if reference not in measured:
         raise BadValueError(f"measurement {shown(reference)} is not among the accepted rows")
     confirmed = row.get("confirmed")
     if type(confirmed) is not bool:
         raise BadValueError(f"confirmed {shown(confirmed)} is neither true nor false")
     return {
-        "measurement_id": measurement_ids[reference],
+        **measured[reference],
         "goal": line(_cell(row, "policy", ""), "policy", 32) or FASTEST,
         "confirmed": confirmed,
         "chosen_at": moment(row.get("chosen_at"), "chosen_at"),

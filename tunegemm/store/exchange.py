@@ -114,7 +114,7 @@ def dump(database: Database) -> Iterator[Row | BadValueError]:
 
 def sound(rows: Iterable[Row | BadValueError], skipped: list[str]) -> Iterator[Row]:
     """The loadable rows; adds a line to `skipped` for each other row."""
-    kept: dict[str, int] = {}
+    kept: dict[str, Row] = {}
     for number_, row in enumerate(rows, 1):
         try:
             if isinstance(row, BadValueError):
@@ -123,7 +123,7 @@ def sound(rows: Iterable[Row | BadValueError], skipped: list[str]) -> Iterator[R
                 codec.decode_choice(row, kept)
             else:
                 codec.decode_exported(row)
-                kept[row.get("id", "")] = number_
+                kept[row.get("id", "")] = {}
         except BAD as error:
             skipped.append(f"row {number_}{_name(row)}: {one_line(error)}")
         else:
@@ -153,7 +153,7 @@ def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str
     """
     report = Report()
     origin = printable(origin)
-    measurement_ids: dict[str, int] = {}
+    measured: dict[str, Row] = {}
     choices: list[tuple[int, Row]] = []
     for batch in _batches(enumerate(rows, 1)):
         with database.writing() as connection, Session(connection) as session, session.begin():
@@ -166,41 +166,32 @@ def load(database: Database, rows: Iterable[Row | BadValueError], *, origin: str
                 except BAD as error:
                     report.skipped.append(f"row {position}{_name(row)}: {one_line(error)}")
                     continue
-                key, is_new = _insert(session, parsed, origin)
+                keys, is_new = _insert(session, parsed, origin)
                 report.added += is_new
                 report.known += not is_new
                 if parsed.id and "stage" not in parsed.cells:
-                    measurement_ids[parsed.id] = key
-    _load_choices(database, choices, measurement_ids, report)
+                    measured[parsed.id] = keys
+    _load_choices(database, choices, measured, report)
     return report
 
 
 def _load_choices(
-    database: Database, rows: list[tuple[int, Row]], measurement_ids: Mapping[str, int], report: Report
+    database: Database, rows: list[tuple[int, Row]], measured: Mapping[str, Row], report: Report
 ) -> None:
-    """The history of records; the last choice of each problem and fingerprint competes with the record."""
+    """Adds choices to the history of records; measured: the keys of measurements, by their names."""
     choices = []
     for position, row in rows:
         try:
-            choices.append(codec.decode_choice(row, measurement_ids))
+            choices.append(codec.decode_choice(row, measured))
         except BAD as error:
             report.skipped.append(f"row {position} (choice): {one_line(error)}")
-    last: dict[tuple[int, int, str], Row] = {}
-    for batch in _batches(sorted(choices, key=lambda choice: choice["chosen_at"])):
+    of_pairs: dict[tuple[int, int, str], list[Row]] = {}
+    for choice in sorted(choices, key=lambda choice: choice["chosen_at"]):
+        pair = choice["problem_id"], choice["fingerprint_id"], choice["goal"]
+        of_pairs.setdefault(pair, []).append(choice)
+    for batch in _batches(of_pairs.values()):
         with database.writing() as connection, Session(connection) as session, session.begin():
-            for choice in batch:
-                measured = session.get_one(MeasurementRow, choice["measurement_id"])
-                pair = {"problem_id": measured.problem_id, "fingerprint_id": measured.fingerprint_id}
-                choice |= pair
-                key = (*pair.values(), choice["goal"])
-                if _is_known(session, choice):
-                    continue
-                if key in last:  # a later one competes
-                    _remember(session, last[key])
-                last[key] = choice
-    for batch in _batches(last.values()):
-        with database.writing() as connection, Session(connection) as session, session.begin():
-            conflicts = [_choose(session, choice) for choice in batch]
+            conflicts = [_choose(session, of_pair) for of_pair in batch]
         report.conflicts += [conflict for conflict in conflicts if conflict is not None]
 
 
@@ -230,20 +221,21 @@ def merge(sources: Sequence[str], into: str) -> Report:
         return total
 
 
-def _insert(session: Session, parsed: Exported, origin: str) -> tuple[int, bool]:
-    """The key of the row and whether it is new."""
+def _insert(session: Session, parsed: Exported, origin: str) -> tuple[Row, bool]:
+    """The keys of the row, as of a measurement's choice, and whether it is new."""
     connection, cells = session.connection(), parsed.cells
     keys = publishing.row_keys(connection, *parsed.keys)
     table, alike = (FailureRow, "stage") if "stage" in cells else (MeasurementRow, "samples_us")
     identity = {**keys, "created_at": parsed.measured_at}
     identity |= {name: cells[name] for name in ("kernel_source", alike)}
-    result = session.scalar(select(table.id).filter_by(**identity).limit(1))
-    if result is not None:
-        return result, False
-    if parsed.label:
-        publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
-    cells = {**cells, "origin": cells["origin"] or origin}
-    return publishing.add(connection, keys, cells, at=parsed.measured_at), True
+    row_id = session.scalar(select(table.id).filter_by(**identity).limit(1))
+    if is_new := row_id is None:
+        if parsed.label:
+            publishing.label_if_none(connection, keys["candidate_id"], parsed.label)
+        cells = {**cells, "origin": cells["origin"] or origin}
+        row_id = publishing.add(connection, keys, cells, at=parsed.measured_at)
+    pair = {name: keys[name] for name in ("problem_id", "fingerprint_id")}
+    return pair | {"measurement_id": row_id}, is_new
 
 
 def _is_known(session: Session, choice: Row) -> bool:
@@ -258,8 +250,14 @@ def _remember(session: Session, choice: Row) -> None:
         session.flush()
 
 
-def _choose(session: Session, choice: Row) -> Conflict | None:
-    """Lets another database's record compete with the one here (`publishing.adopt`)."""
+def _choose(session: Session, choices: list[Row]) -> Conflict | None:
+    """Lets the last of another database's records compete with the one here (`publishing.adopt`)."""
+    unknown = [choice for choice in choices if not _is_known(session, choice)]
+    if not unknown:
+        return None
+    *earlier, choice = unknown
+    for each in earlier:
+        _remember(session, each)
     new = session.get_one(MeasurementRow, choice["measurement_id"])
     keys = {name: choice[name] for name in ("problem_id", "fingerprint_id")}
     find = select(RecordRow.measurement_id, RecordRow.confirmed).filter_by(**keys, goal=FASTEST)

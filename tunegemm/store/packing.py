@@ -25,15 +25,10 @@ from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS
-from tunegemm.store.provided import Provided, provide_grouped, provide_keys
+from tunegemm.store.provided import Provided, provide_grouped, provide_keys  # noqa: F401 - for programs
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import write_records
 from tunegemm.store.validity import Judgement, judge, judge_stored
-
-__all__ = [
-    "Packed", "Provided", "cannot_launch", "copy", "pack", "provide", "provide_grouped", "refused_here",
-    "toolchain", "unfit",
-]  # fmt: skip
 
 #: Compilers of objects: fields of the fingerprint, and their packages.
 _COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
@@ -122,7 +117,7 @@ def provide(
     Raises PackError if an object is missing and may not be compiled.
     """
     keys = {record: (record.candidate.family, key) for record in records if (key := _key(record))}
-    return provide_keys(keys, lambda record: str(record.problem), compile_missing, workers)
+    return provide_keys(keys, compile_missing=compile_missing, workers=workers)
 
 
 def cannot_launch(records: Iterable[Record]) -> dict[str, str]:

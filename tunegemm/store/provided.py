@@ -6,7 +6,7 @@ Kernels that the user's object store lacks are compiled first. No GPU is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,20 +37,18 @@ class Provided:
 
 
 def provide_keys(
-    keys: Mapping[Any, tuple[str, Key]],
-    named: Callable[[Any], str] = str,
-    compile_missing: bool = True,
-    workers: int | None = None,
+    keys: Mapping[Any, tuple[str, Key]], *, compile_missing: bool = True, workers: int | None = None
 ) -> Provided:
-    """As `packing.provide`, by families and kernel keys. named: an item's name for errors."""
+    """As `packing.provide`, by families and kernel keys of records, or of kernels by name."""
     store = ArtifactStore()
     missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
     failures: dict[Any, str] = {}
     compiled = 0
     if missing and not compile_missing:
+        first = next(iter(missing))
         raise PackError(
             f"{len(missing)} of {len(keys)} kernels are missing in {store.root}, first "
-            f"{named(next(iter(missing)))}; leave out --no-compile, or tune again"
+            f"{getattr(first, 'problem', first)}; leave out --no-compile, or tune again"
         )
     if missing:
         with CompilePool(store, workers=workers) as pool:
