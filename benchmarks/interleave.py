@@ -23,7 +23,7 @@ from tunegemm.generate.launching import Launcher
 from tunegemm.measure import operands as made
 from tunegemm.measure.backend import CudaBackend, warm_us
 from tunegemm.measure.operands import Operands, make_operands, tolerance
-from tunegemm.measure.race import Runner, SteadyState, race
+from tunegemm.measure.race import Replay, SteadyState, race
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.measure.statistics import aa_noise
 
@@ -142,7 +142,7 @@ def interleave(
     throttled = bool(backend.telemetry().get("throttle_reasons"))
     replays[baseline].finish()
 
-    def timed(runners: Sequence[Runner], rounds: int) -> tuple[dict[str, Timing], float]:
+    def timed(runners: Sequence[Replay | SteadyState], rounds: int) -> tuple[dict[str, Timing], float]:
         # Nobody drops out: the slowest peer is timed as often as the fastest.
         settings = RaceSettings(rounds, min_replay_ms, race_after=rounds + 1, race_margin=math.inf, seed=seed)
         samples = dict(zip(replays, race(runners, len(runners), settings, lambda _: None), strict=True))

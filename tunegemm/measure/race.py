@@ -23,21 +23,14 @@ _UNTIMED_MS = 80.0
 _TURNS, _SHARE = 3, 4
 
 
-class Runner(Protocol):
-    """A participant of a race."""
-
-    def start(self) -> None:
-        """Enqueue it, with its clock."""
-
-    def finish(self) -> float:
-        """Wait for it: microseconds per product. Raises RuntimeError when the device failed."""
-
-
-class Replay(Runner, Protocol):
+class Replay(Protocol):
     """A fixed stretch of work that can be run again."""
 
     def start(self, untimed: int = 0, timed: int = 1) -> None:
         """Enqueue it several times in a row, with its clock around the timed ones."""
+
+    def finish(self) -> float:
+        """Wait for it: microseconds per product. Raises RuntimeError when the device failed."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +61,12 @@ class SteadyState:
 
 
 def race(
-    replays: Sequence[Runner], kept: int, settings: RaceSettings, waiting_for: Callable[[int], None]
+    replays: Sequence[Replay | SteadyState],
+    kept: int,
+    settings: RaceSettings,
+    waiting_for: Callable[[int], None],
 ) -> list[list[float]]:
-    """Return the samples of every runner in the order of rounds; fewer for those that dropped out.
+    """Return the samples of every replay in the order of rounds; fewer for those that dropped out.
 
     The first `kept` replays (the baseline's) never drop out. `waiting_for(i)` is called before replay i
     is waited for: if the device hangs or faults, replay i caused it.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Protocol
+from typing import Any
 
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import MeasureError
@@ -89,18 +89,8 @@ def slowdown(measurement: Measurement, earlier: Iterable[Measurement]) -> float:
     return max(map(times, earlier), default=0.0)
 
 
-class Rated(Protocol):
-    """What `tie` compares: a `Measurement`, or its row in a table."""
-
-    @property
-    def ratio(self) -> float: ...
-
-    @property
-    def noise(self) -> float: ...
-
-
-def tie(a: Rated, b: Rated, noise: float | None = None) -> bool:
-    """Whether two candidates of one problem are equally fast within the noise.
+def tie(a: Measurement | Any, b: Measurement | Any, noise: float | None = None) -> bool:
+    """Whether two candidates of one problem, or rows of them in a table, are equally fast within the noise.
 
     It compares their ratios to the baseline, so they may come from two interleaves. `noise` defaults to the
     larger of the two noises; below NOISE_FLOOR it counts as NOISE_FLOOR.
