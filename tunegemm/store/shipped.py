@@ -189,7 +189,7 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     nothing is written. Raises FileError.
     """
     by_device: dict[str, list[Record]] = {}
-    for record in filter(_is_text, records):
+    for record in records:
         by_device.setdefault(record.fingerprint.device_name, []).append(record)
     if not by_device:
         return []
@@ -222,13 +222,6 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
         write_text(folder / f"{name}.json", text)
         written.append(folder / f"{name}.json")
     return written
-
-
-def _is_text(record: Record) -> bool:
-    """Whether the names in a record are text; in a damaged database they may be bytes."""
-    facts = record.fingerprint.asdict().items()
-    texts = [value for name, value in facts if name not in ("sm_count", "sm_budget")]
-    return all(isinstance(text, str) for text in (*texts, record.label, record.kernel_source))
 
 
 def _file_name(device: str) -> str:

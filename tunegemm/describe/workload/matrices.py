@@ -9,8 +9,6 @@ from typing import Any, Literal
 from tunegemm.errors import BadValueError, WorkloadError
 from tunegemm.untrusted import line, listed, whole
 
-_MOST = 2**31 - 1
-
 
 @dataclass(frozen=True)
 class Linear:
@@ -87,7 +85,7 @@ class Config:
                 )
             return default
         try:
-            return whole(value, names[0], 1, _MOST)
+            return whole(value, names[0], 1)
         except BadValueError as error:
             raise WorkloadError(f"{self.where}: {error}") from None
 
