@@ -160,9 +160,10 @@ def is_transient(error: BaseException | str) -> bool:
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The first meaningful line of a message, cut to a length."""
+    """The first meaningful line of a message, printable, cut to a length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -108,11 +108,10 @@ def listed(value: Any, name: str, longest: int = _LONGEST_LIST) -> list[Any]:
 
 def moment(value: Any, name: str) -> datetime:
     """A past time with a zone, since 1970, in UTC."""
+    text = line(value, name, 40)
     try:
-        result = datetime.fromisoformat(line(value, name, 40))
-    except ValueError as error:
-        if isinstance(error, BadValueError):
-            raise
+        result = datetime.fromisoformat(text)
+    except ValueError:
         raise BadValueError(f"{name} {shown(value)} is not an ISO 8601 time") from None
     if result.tzinfo is None:
         raise BadValueError(f"{name} {shown(value)} has no time zone")

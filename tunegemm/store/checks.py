@@ -13,11 +13,11 @@ from tunegemm.describe.architectures import ARCHITECTURES, PARTS, Part, part_nam
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import BadValueError, TunegemmError
+from tunegemm.errors import BadValueError, TunegemmError, one_line
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.operands import tolerance
-from tunegemm.untrusted import printable, shown
+from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
     from tunegemm.store.record import Record
@@ -109,8 +109,3 @@ def device_of(fingerprint: Fingerprint) -> Device | None:
             return None
         part = Part(fingerprint.device_name, capability, fingerprint.sm_count, 0.0, 0.0, 0, 0)
     return device_from_part(f"model:{fingerprint.device_name}", part, fingerprint)
-
-
-def one_line(error: Exception) -> str:
-    """The error's message as one printable line."""
-    return printable(" ".join(str(error).split()), 300)

@@ -11,9 +11,9 @@ from sqlalchemy import select
 
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.stored import FIELDS, problem_of
+from tunegemm.errors import one_line
 from tunegemm.measure.evidence import METHODS
 from tunegemm.store import codec
-from tunegemm.store.checks import one_line
 from tunegemm.store.database import Database
 from tunegemm.store.models import Base
 

@@ -23,10 +23,9 @@ from sqlalchemy.orm import Session
 
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import FIELDS, problem_of
-from tunegemm.errors import BadValueError, DatabaseError
+from tunegemm.errors import BadValueError, DatabaseError, one_line
 from tunegemm.files import read_bytes, replacing
 from tunegemm.store import codec, publishing
-from tunegemm.store.checks import one_line
 from tunegemm.store.codec import BAD, Exported, Json
 from tunegemm.store.connection import display, is_same, resolve
 from tunegemm.store.database import Database

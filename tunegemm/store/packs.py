@@ -30,11 +30,11 @@ from typing import IO, Any
 
 import tunegemm
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key, digest
-from tunegemm.errors import BadValueError, PackError
+from tunegemm.errors import BadValueError, PackError, one_line
 from tunegemm.files import cause, kind, replacing
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.resources import data_path, user_path
-from tunegemm.store.checks import one_line, record_objection
+from tunegemm.store.checks import record_objection
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import read_shipped
 from tunegemm.store.validity import is_patch

@@ -18,10 +18,9 @@ from typing import Any
 from tunegemm.describe.device import Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import FIELDS, cells_of
-from tunegemm.errors import BadValueError
+from tunegemm.errors import BadValueError, one_line
 from tunegemm.files import make_folder, read_text, write_text
 from tunegemm.resources import data_path
-from tunegemm.store.checks import one_line
 from tunegemm.store.codec import BAD, decode_fields, decode_shipped, encode_shipped
 from tunegemm.store.record import Record
 from tunegemm.untrusted import decoded, listed, members, shown
