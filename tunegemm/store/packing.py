@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.cute_object import dsl_version
@@ -21,14 +22,13 @@ from tunegemm.describe.device import (
 from tunegemm.errors import PackError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
-from tunegemm.generate.families import kernel_source_hash
 from tunegemm.store import packs
 from tunegemm.store.checks import device_of, record_objection
 from tunegemm.store.layers import NARROWNESS
 from tunegemm.store.provided import Provided, provide_grouped, provide_keys  # noqa: F401 - for programs
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import write_records
-from tunegemm.store.validity import Judgement, judge, judge_stored
+from tunegemm.store.validity import Judgement, judge_stored
 
 #: Compilers of objects: fields of the fingerprint, and their packages.
 _COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
@@ -58,19 +58,11 @@ def pack(
     kernel. Raises PackError if none remains, or if an object is missing and may not be compiled.
     """
     left_out: Counter[str] = Counter()
-    versions = _versions()
     usable = []
     for record in distinct(records):
-        family = record.candidate.family
-        judgement = judge(
-            record.fingerprint,
-            dataclasses.replace(
-                record.fingerprint, cutlass_dsl=versions["cutlass_dsl"], triton=versions["triton"]
-            ),
-            family=family,
-            source_there=record.kernel_source,
-            source_here=kernel_source_hash(family),
-        )
+        here = dataclasses.replace(record.fingerprint, **_versions())
+        # As if it had no kernel yet, wherever it is from.
+        judgement = judge_stored(dataclasses.replace(record, layer=""), here)
         if reason := (unfit(record) if judgement.usable else judgement.reason):
             left_out[reason] += 1
         else:
@@ -105,7 +97,7 @@ def toolchain() -> dict[str, str]:
     return _versions() | {"cutlass_dsl": dsl_version()}
 
 
-def _versions() -> dict[str, str]:
+def _versions() -> dict[str, Any]:
     return {name: package_version(package) for name, package in _COMPILERS.items()}
 
 
