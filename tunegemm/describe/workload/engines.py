@@ -3,6 +3,7 @@ and how many rows they have."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -98,7 +99,6 @@ def shapes(
     arithmetic = _arithmetic(model, plain)
     layers: Counter[str] = Counter()
     calls: Counter[Kind] = Counter()
-    kinds: dict[tuple[Any, ...], list[Kind]] = {}
     refused = {}
     for layer in model.layers:
         if layer.left_out:
@@ -116,27 +116,15 @@ def shapes(
             epilogue = "+".join(filter(None, steps))
             said = "+".join(filter(None, ["grouped" * bool(layer.experts), epilogue]))
             layers[f"{name} {result.in_dtype} {said}".rstrip()] += 1
-            counts = _rows(layer, how, ranks, rows)
-            alike = columns, depth, bias, result, epilogue, layer.each, layer.transposed, layer.experts
-            if (*alike, *counts) not in kinds:  # most layers are like an earlier one
-                try:
-                    problems = [
-                        Problem(
-                            m * layer.each,
-                            columns,
-                            depth,
-                            b_major="n" if layer.transposed else "k",
-                            in_dtype=result.in_dtype,
-                            out_dtype=result.out_dtype,
-                            epilogue=epilogue,
-                            groups=layer.experts,
-                        )
-                        for m in counts
-                    ]
-                except ProblemError as error:
-                    raise WorkloadError(f"{model.where}: {layer.name}: {error}") from None
-                kinds[(*alike, *counts)] = [_kind(problem, bias) for problem in problems]
-            calls.update(kinds[(*alike, *counts)])
+            more = {
+                "b_major": "n" if layer.transposed else "k", "in_dtype": result.in_dtype,
+                "out_dtype": result.out_dtype, "epilogue": epilogue, "groups": layer.experts,
+            }  # fmt: skip
+            try:
+                for m in _rows(layer, how, ranks, rows):
+                    calls[_kind(bias, m * layer.each, columns, depth, **more)] += 1
+            except ProblemError as error:
+                raise WorkloadError(f"{model.where}: {layer.name}: {error}") from None
     if not calls:
         first = next((f", the first because {reason}" for reason in refused.values()), "")
         raise WorkloadError(f"{model.where}: no layer has kernels{first}")
@@ -179,8 +167,10 @@ def _matrices(layer: Layer, engine: Engine, ranks: int) -> list[tuple[int, int, 
     return merged
 
 
-def _kind(problem: Problem, bias: bool) -> Kind:
-    """The workload as `tunegemm record` would write it."""
+@functools.cache  # most layers are like an earlier one
+def _kind(bias: bool, m: int, n: int, k: int, **more: Any) -> Kind:
+    """A product as `tunegemm record` would write it. Raises ProblemError if no kernel takes it."""
+    problem = Problem(m, n, k, **more)
     names = {field.name for field in fields(Kind)} & {field.name for field in fields(Problem)}
     shared: dict[str, Any] = {name: getattr(problem, name) for name in names}
     op = "scaled_mm" if problem.fused.scales else "addmm" if bias else "mm"
