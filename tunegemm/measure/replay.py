@@ -139,12 +139,11 @@ def problem_of(path: Path) -> Problem:
     try:
         if match is None:
             raise ProblemError("its name is not MxNxK-DTYPE-LAYOUT")
-        shape, dtype, out_dtype, layout = match.group("shape", "dtype", "out_dtype", "layout")
-        problem = Problem.parse(shape, dtype=dtype, out_dtype=out_dtype, layout=layout)
-        if match["accumulation"]:
-            problem = replace(problem, accumulation=match["accumulation"])
-        if match["alignment"]:
-            problem = replace(problem, alignment=int(match["alignment"]))
+        problem = Problem.parse(
+            match["shape"], dtype=match["dtype"], out_dtype=match["out_dtype"], layout=match["layout"],
+            alignment=int(match["alignment"]) if match["alignment"] else None,
+            accumulation=match["accumulation"] or "fast",
+        )  # fmt: skip
         return replace(problem, out_major="m") if match["out_m"] else problem
     except ProblemError as error:
         raise DeviceError(f"{path}: not a sweep: {error}") from None
