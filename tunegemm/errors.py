@@ -27,11 +27,8 @@ class TunegemmError(Exception):
 
     def __init__(self, message: object = "") -> None:
         line = re.sub(r"\s*[\r\n]\s*", " ", str(message))
-        super().__init__(re.sub(rf"\S{{{_LONGEST_WORD},}}", _shortened, line))
-
-
-def _shortened(word: re.Match[str]) -> str:
-    return f"{word[0][:80]}...{word[0][-40:]}"
+        word = rf"\S{{{_LONGEST_WORD},}}"
+        super().__init__(re.sub(word, lambda match: f"{match[0][:80]}...{match[0][-40:]}", line))
 
 
 class FileError(TunegemmError):

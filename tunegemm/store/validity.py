@@ -65,8 +65,9 @@ def judge(
     has_kernel: its compiled kernel comes with it, and is compiled here where that one cannot run. It serves
     under any known software: only its times, and how far it is ahead of torch, want to be measured again.
     """
-    device = [name for name in ("device_name", "mig", "sm_count", "sm_budget") if _differs(there, here, name)]
-    if there.capability != here.capability:
+    differs = {name for name, old in vars(there).items() if old != getattr(here, name)}
+    device: list[str] = [name for name in ("device_name", "mig", "sm_count", "sm_budget") if name in differs]
+    if "capability" in differs:
         return Judgement(Grade.FOREIGN, _changes(there, here, ["capability", *device]))
     if device:
         return Judgement(Grade.SEED, _changes(there, here, device))
@@ -76,7 +77,7 @@ def judge(
         (names for start, names in _COMPILERS.items() if family.startswith(start)), _EVERY_COMPILER
     )
     software = ["driver", "cuda", "torch", *compilers]
-    changed = [name for name in software if _differs(there, here, name)]
+    changed = [name for name in software if name in differs]
     small = {name for name in changed if is_patch(name, getattr(there, name), getattr(here, name))}
     if has_kernel:
         known = {name for name in changed if getattr(there, name) and getattr(here, name)}
@@ -107,10 +108,6 @@ def judge_stored(stored: Record, here: Fingerprint) -> Judgement:
         source_here=kernel_source_hash(family),
         has_kernel=stored.layer in ("pack", "system") and bool(kernel_source_hash(family)),
     )
-
-
-def _differs(there: Fingerprint, here: Fingerprint, name: str) -> bool:
-    return bool(getattr(there, name) != getattr(here, name))
 
 
 def _changes(there: Fingerprint, here: Fingerprint, names: list[str]) -> str:

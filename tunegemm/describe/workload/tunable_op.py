@@ -75,17 +75,14 @@ def _problems(text: str) -> list[Problem]:
     a_major, b_major = "k" if a_letter == "n" else "m", "k" if b_letter == "t" else "n"
     if kind == "ScaledGemm":
         in_dtype = in_dtype_of(*(dtype_of(name) for name in dtypes[:2]))
-        out_dtype = dtype_of(dtypes[2]).replace(
-            "tf32", "fp32"
-        )  # the output's dtype shows the kind of fp32 products
+        # The output's dtype shows the kind of fp32 products.
+        out_dtype = dtype_of(dtypes[2]).replace("tf32", "fp32")
         steps = ["scale_rowwise" if row_wise == "1" else "scale_tensor"]
         steps += ["bias_n"] * (bias not in (None, "None"))
     else:
         in_dtype = dtype_of(dtypes[0])
         out_dtype, steps = _known(in_dtype, dtypes[0]), ["bias_n"] * (kind == "GemmAndBias")
-    problem = Problem(
-        m, n, k, batch, in_dtype, out_dtype, a_major, b_major, epilogue="+".join(steps)
-    )  # fmt: skip
+    problem = Problem(m, n, k, batch, in_dtype, out_dtype, a_major, b_major, epilogue="+".join(steps))
     if bias not in (None, "None"):
         check_addend(problem, "bias", dtype_of(bias))
     if leading:
