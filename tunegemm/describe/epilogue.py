@@ -23,6 +23,7 @@ import ast
 import hashlib
 import inspect
 import math
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -392,28 +393,22 @@ def absolute(x: Any) -> Any:
 
 def maximum(x: Any, y: Any) -> Any:
     """The larger of two values, either of which may be a number; NaN if one is NaN, as in torch.maximum."""
-    if _is_torch(x, y):
-        return _of_tensors("maximum", x, y)
-    return _chosen(x, y, lambda item, other: item > other)
+    return _extreme("maximum", x, y, operator.gt)
 
 
 def minimum(x: Any, y: Any) -> Any:
     """The smaller of two values, either of which may be a number; NaN if one is NaN, as in torch.minimum."""
-    if _is_torch(x, y):
-        return _of_tensors("minimum", x, y)
-    return _chosen(x, y, lambda item, other: item < other)
+    return _extreme("minimum", x, y, operator.lt)
 
 
-def _of_tensors(name: str, x: Any, y: Any) -> Any:
-    import torch
-
-    tensor = x if _is_torch(x) else y
-    x, y = (value if _is_torch(value) else tensor.new_full((), value) for value in (x, y))
-    return getattr(torch, name)(x, y)
-
-
-def _chosen(x: Any, y: Any, precedes: Callable[[Any, Any], Any]) -> Any:
+def _extreme(name: str, x: Any, y: Any, precedes: Callable[[Any, Any], Any]) -> Any:
     """x where it precedes, else y; NaN if either is NaN: then comparisons are false and keep the second."""
+    if _is_torch(x, y):
+        import torch
+
+        tensor = x if _is_torch(x) else y
+        x, y = (value if _is_torch(value) else tensor.new_full((), value) for value in (x, y))
+        return getattr(torch, name)(x, y)
     if not hasattr(x, "shape"):  # a number; equal if neither precedes
         x, y = y, x
     if isinstance(y, int | float):
