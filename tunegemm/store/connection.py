@@ -368,10 +368,7 @@ _EXPLANATIONS = (
     ("SQLITE_READONLY", "the file or its folder is read-only; change its permissions or choose another path"),
     ("SQLITE_CANTOPEN", "cannot be opened; check that you may read and write the file and its folder"),
     ("SQLITE_PERM", "cannot be opened; check that you may read and write the file and its folder"),
-    (
-        "SQLITE_BUSY",
-        "locked by another process for too long; end that process, then try again",
-    ),
+    ("SQLITE_BUSY", "locked by another process for too long; end that process, then try again"),
     ("SQLITE_IOERR", "the file system cannot read or write it; check the disk or choose another path"),
 )
 

@@ -104,9 +104,8 @@ def read_file(location: str | Path, layer: str) -> Lookup | None:
         name = f"file:{quote(os.fsencode(path))}?mode=ro"
         with closing(sqlite3.connect(name, uri=True, timeout=left_s(_BUSY_S))) as connection:
             connection.execute("BEGIN")  # all queries see one state of the database
-            if connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall() != [
-                (SCHEMA_VERSION,)
-            ]:
+            versions = connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchall()
+            if versions != [(SCHEMA_VERSION,)]:
                 return None
             return Lookup(lambda query: connection.execute(query).fetchall(), layer)
     except (sqlite3.Error, OSError, RuntimeError, ValueError, TypeError):
