@@ -345,7 +345,7 @@ def own_process(
     # Apart from stdout, which compilers write to.
     ours, theirs = Pipe()
     # It must find the same modules: tests and notebooks extend sys.path without installing them.
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    path = os.pathsep.join(entry or os.curdir for entry in sys.path)
     process = subprocess.Popen(
         [sys.executable, *command, str(theirs.fileno())],
         stdin=subprocess.DEVNULL,
