@@ -129,7 +129,9 @@ def experts(results: Path) -> str:
     parts = []
     columns: Columns = {
         "product": lambda item: item[0][0], "rows in all": lambda item: str(item[0][1]),
-        "timed": lambda item: str(len(item[1])), "times torch's": lambda item: mean_of(item[1]),
+        "timed": lambda item: str(len(item[1])),
+        "older choices": lambda item: str(sum("kernels" in row for row in item[1]) or ""),
+        "times torch's": lambda item: mean_of(item[1]),
         "worst": lambda item: f"{min(row['ratio'] for row in item[1]):.3f}",
         "times the best peer's": lambda item: mean_of(item[1], "ratio_to_best_peer"),
         "share of bound": lambda item: mean_of(item[1], "share_of_bound"),
@@ -143,7 +145,6 @@ def experts(results: Path) -> str:
 
 
 def _kind(row: Row) -> str:
-    """Of a row of experts.json."""
     named = "n-major" if row.get("layout") == "nn" else row.get("epilogue", "") or "plain"
     return " ".join(word for word in (row["dtype"], named) if word != "bf16")
 
