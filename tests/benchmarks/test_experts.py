@@ -159,7 +159,7 @@ def test_what_is_drawn_is_a_table(tmp_path: Path) -> None:
     head, rest = TABLE.read_text().split(BEGIN)
     path.write_text(head + BEGIN + text + "\n" + END + rest.partition(END)[2])
     for gpu, kernel in (("NVIDIA H200", "co128x128"), ("NVIDIA H100 80GB HBM3", "")):
-        choice = choose(16, 4096, 4096, 2048, path, gpu=gpu, dtype="fp8_e4m3")
+        choice = choose(32, 4096, 4096, 4096, path, gpu=gpu, dtype="fp8_e4m3")
         assert (choice and choice.config) == (configs("fp8")[kernel] if kernel else None)
     choice = choose(32, 4096, 4096, 64, path, gpu="NVIDIA H200", dtype="fp8_e4m3")
     assert choice is not None and choice.config == configs("fp8")["co64x32"] and choice.l2_hint == 1

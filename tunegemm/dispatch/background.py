@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool n
 #: How long one kernel may take: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
 _MOST_WORKERS = 4
-#: Seconds between looks for new requests while kernels are being compiled.
-_LOOK_S = 0.1
 #: Seconds until the next attempt, if the machine could not compile a kernel, as when memory runs out. After
 #: the last attempt this process gives the kernel up.
 RETRY_AFTER_S = (1.0, 15.0, 120.0)
@@ -88,6 +86,8 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
         self._jobs: list[_Job] = []
         """Those that the thread has not taken yet."""
+        self._news = threading.Event()
+        """Set when there are some, and when one was compiled."""
         self._is_running = False
         self._asked: set[str] = set()
         """Kernels that wait or are being compiled."""
@@ -135,6 +135,7 @@ class BackgroundCompiler:
     def _put(self, job: _Job) -> bool:
         """Queue a job and start a thread if needed; False if that fails. The caller holds the lock."""
         self._jobs.append(job)
+        self._news.set()
         if not self._is_running:
             try:
                 threading.Thread(target=self._work, name="tunegemm-compile", daemon=True).start()
@@ -156,9 +157,10 @@ class BackgroundCompiler:
                         if not jobs and not under_way:
                             self._is_running, ends = False, True
                             break
-                    under_way |= {_submit(pool, job): job for job in jobs}
-                    wait(under_way, _LOOK_S, FIRST_COMPLETED)
-                    for future in [each for each in under_way if each.done()]:  # cancelled ones, too
+                    under_way |= {self._submit(pool, job): job for job in jobs}
+                    self._news.wait()
+                    self._news.clear()
+                    for future in [each for each in under_way if each.done()]:
                         count += self._finish(pool, under_way[future], future)
                         del under_way[future]
         except BaseException as error:  # for example no pool: else nobody would notice
@@ -172,6 +174,15 @@ class BackgroundCompiler:
         if count:
             seconds = time.monotonic() - start
             _log.info("%d missing kernel(s) compiled in the background in %.0f s; now in use", count, seconds)
+
+    def _submit(self, pool: CompilePool, job: _Job) -> Future[CompileResult]:
+        try:
+            future = pool.submit(job.family, job.key)
+        except BaseException as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(lambda _: self._news.set())
+        return future
 
     def _finish(self, pool: CompilePool, job: _Job, future: Future[CompileResult]) -> bool:
         """Notify the planner; returns whether the object now exists."""
@@ -237,15 +248,6 @@ class BackgroundCompiler:
         if (reason := _reason(error)) not in self._logged:
             self._logged.add(reason)
             _log.warning("compiling in the background: %s; continuing", reason, exc_info=error)
-
-
-def _submit(pool: CompilePool, job: _Job) -> Future[CompileResult]:
-    try:
-        return pool.submit(job.family, job.key)
-    except BaseException as error:
-        failed: Future[CompileResult] = Future()
-        failed.set_exception(error)
-        return failed
 
 
 def _reason(error: BaseException) -> str:
