@@ -47,7 +47,7 @@ from benchmarks.tables.programs import (
     tuning_time,
     vllm,
 )
-from benchmarks.tables.reading import DocsError, Row, groups_of, load, markdown_table, table_of
+from benchmarks.tables.reading import DocsError, Row, groups_of, load, markdown_table, mean_of, table_of
 from tunegemm.describe.architectures import ALIASES, ARCHITECTURES, PARTS, Architecture
 from tunegemm.describe.device import find_device
 from tunegemm.generate import families
@@ -287,6 +287,21 @@ def experts_served(_: Path) -> str:
     return markdown_table(header, [[*line, " and ".join(gpus)] for line, gpus in lines.items()])
 
 
+def experts_even(results: Path) -> str:
+    """Products of experts.json whose kernels have tiles of equal size, by gate and skew."""
+    rows = (load(results, "experts.json") or {"rows": []})["rows"]
+    rows = [row for row in rows if row["rows"] >= 4096 and "kernels" not in row]
+    even = [row for row in rows if re.match(r"pp128x1(76|92)\S+ s5 e16 ", row["kernel"])]
+    skews = ("uniform", "typical", "hot")
+    groups = groups_of(even, lambda row: (row["epilogue"], skews.index(row["skew"])))
+    return table_of(sorted(groups.items()), {
+        "product": lambda item: item[0][0] or "plain", "rows": lambda item: skews[item[0][1]],
+        "timed": lambda item: str(len(item[1])), "times torch's": lambda item: mean_of(item[1]),
+        "worst": lambda item: f"{min(row['ratio'] for row in item[1]):.3f}",
+        "share of bound": lambda item: mean_of(item[1], "share_of_bound"),
+    })  # fmt: skip
+
+
 #: What fills each block, given the folder of the result files.
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "gains": gains,
@@ -297,6 +312,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "first-use-kinds": first_use_kinds,
     "experts": experts,
     "experts-served": experts_served,
+    "experts-even": experts_even,
     "expert-layers": expert_layers,
     "tuning-time": tuning_time,
     "tuning-many": tuning_many,
