@@ -392,7 +392,7 @@ def test_wrong_out_gives_torchs_error_or_resize(serve, kernel):
         48,
     )  # torch resizes, with a warning
     square, other = operands(32, 32, 32)
-    for shared in (square, other.t()):  # what then happens is torch's affair: an error, on some devices
+    for shared in (square, other.t()):  # torch decides what then happens: an error, on some devices
         with suppress(RuntimeError):
             dispatcher.matmul(square, other, shared)
     assert not kernel.calls

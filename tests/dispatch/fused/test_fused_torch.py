@@ -355,7 +355,7 @@ def test_inductors_code_calls_us_and_not_torchs_dispatcher(serve, kernel):
     )
     with torch.no_grad():
         expected, (code,) = torch._inductor.utils.run_and_get_code(compiled, x)
-        kernel.calls.clear()  # that ran under a mode, where products are torch's
+        kernel.calls.clear()  # that ran under a mode, where torch computes products
         close(expected, compiled(x))
     assert code.count("extern_kernels.tunegemm_product_and_more(") == 2
     assert "torch.ops.tunegemm.fused.default(" not in code and len(kernel.calls) == 2
