@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from tests.support.forks import Forks
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, Layer, given, made
+from tests.support.processes import environment
 from tunegemm.dispatch import extension
 from tunegemm.layers import graph_pass
 from tunegemm.layers.graph_pass import Fusion
@@ -101,6 +105,27 @@ def test_a_gate_pays_for_as_many_rows_as_were_traced(
     with config.patch(cpp_wrapper=wrapper):
         assert graph_pass.pays(match, (96, 64, 64, torch.bfloat16, torch.device("cpu"))) == pays
     assert asked == [(6, (96, 96), 64, torch.bfloat16, "a GPU", {"gate": "swiglu"})]
+
+
+@pytest.mark.slow
+def test_code_that_another_process_compiled_runs(tmp_path: Path) -> None:
+    """Torch 2.13 looks for cached code before it runs the pass, which then does not run at all."""
+    program = (
+        "import torch, tunegemm\n"
+        "from tests.support.layers import MLP, given, made\n"
+        "from tunegemm.dispatch import api, extension\n"
+        "from tunegemm.layers import graph_pass\n"
+        "extension.device_type, graph_pass.pays = lambda: 'cpu', lambda *_: True\n"
+        "api.dispatcher.planner.fingerprint = lambda **_: 'the records'\n"
+        "model, x = made(MLP()), given()\n"
+        "with torch.no_grad(), tunegemm.enable():\n"
+        "    result = torch.compile(model, dynamic=False)(x)\n"
+        "torch.testing.assert_close(result, model(x), rtol=2e-2, atol=2e-2)\n"
+        "print(torch._dynamo.utils.counters['aot_autograd']['autograd_cache_hit'])\n"
+    )
+    command, variables = [sys.executable, "-c", program], environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    runs = [subprocess.run(command, capture_output=True, text=True, env=variables) for _ in range(2)]
+    assert [each.stdout.split() for each in runs] == [["0"], ["1"]], runs[1].stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from tunegemm.layers.fusion import fuse
 from tunegemm.layers.graph import value
 from tunegemm.layers.patterns import Match
 from tunegemm.torch import ops, takeover
-from tunegemm.torch.lowering import lower_to_function
+from tunegemm.torch.lowering import lower, lower_to_function
 
 
 class Fusion(CustomGraphPass):
@@ -35,10 +35,12 @@ class Fusion(CustomGraphPass):
         for each in self.before:
             each(graph)
         if takeover.active:
+            teach_inductor()
             fuse(graph, function_of)
 
     def uuid(self) -> Any:
-        """The key for Inductor's caches: cached code is used again only if the key is the same."""
+        """The key for Inductor's caches: cached code is used again only if the key is the same. Then the pass
+        does not run, so the functions that this code calls are taught here, too."""
         others = []
         for each in self.before:
             uuid = getattr(each, "uuid", None)
@@ -46,7 +48,15 @@ class Fusion(CustomGraphPass):
                 return None
             others.append(other)
         on = bool(takeover.active)
+        if on:
+            teach_inductor()
         return "tunegemm", tunegemm.__version__, on, extension.fingerprint() if on else "", *others
+
+
+def teach_inductor() -> None:
+    """Teach Inductor the functions that code of the pass calls."""
+    lower()
+    lower_to_function(torch.ops.tunegemm.gate.default, compute_gate, "tunegemm_gate")
 
 
 def function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Tensor] | None:
@@ -57,7 +67,6 @@ def function_of(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.Ten
         activation, has_bias, has_residual = match.words
         return None if has_residual else _activated(activation, has_bias)
     if match.kind == "gate" and len(match.operands) == 3 and pays(match, facts):
-        lower_to_function(torch.ops.tunegemm.gate.default, compute_gate, "tunegemm_gate")
         return _gates(match.words[0])
     return None
 
