@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -293,35 +294,27 @@ def _steps(
         return _step(x, harness.Compiled(model, torch.compile(model, **options)))
 
     if mode == "inductor":
-        sides["torch"] = _step(x, torch.compile(model, dynamic=False))
-        sides["torch"]()
-        torch.compiler.reset()
-        sides["tunegemm"] = _enabled(compiled(dynamic=False))
-    else:
-        sides["torch"] = _step(x, model)
-        if all(isinstance(block, Block) for block in model):
-            sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
-        sides["tunegemm"] = compiled(backend=backend)
-        if mode == "backend":
-            # Dynamo keeps one graph for equal backends: `partial` makes another one.
-            options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-            sides["unguarded"] = compiled(backend=partial(backend), options=options)
-        if x.numel() // x.shape[-1] <= with_inductor:
-            sides["inductor"] = compiled(dynamic=False)
+        for library, enabled in (("torch", nullcontext), ("tunegemm", tunegemm.enable)):
+            torch.compiler.reset()  # Dynamo keeps code for the model, whoever compiles it again
+            with enabled():
+                sides[library] = harness.captured(compiled(dynamic=False))
+        return {(mode, library): step for library, step in sides.items()}
+    sides["torch"] = _step(x, model)
+    if all(isinstance(block, Block) for block in model):
+        sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
+    sides["tunegemm"] = compiled(backend=backend)
+    if mode == "backend":
+        # Dynamo keeps one graph for equal backends: `partial` makes another one.
+        options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+        sides["unguarded"] = compiled(backend=partial(backend), options=options)
+    if x.numel() // x.shape[-1] <= with_inductor:
+        sides["inductor"] = compiled(dynamic=False)
     if mode == "backend" or not x.is_cuda:
         for step in sides.values():
             for _ in range(3):
                 step()
         return {(mode, library): step for library, step in sides.items()}
     return {(mode, library): harness.captured(step) for library, step in sides.items()}
-
-
-def _enabled(step: Step) -> Step:
-    def enabled() -> torch.Tensor:
-        with tunegemm.enable():
-            return step()
-
-    return enabled
 
 
 def host_us(*kinds: Step, steps: int = 5, rounds: int = 25) -> list[float]:
