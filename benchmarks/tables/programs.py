@@ -362,10 +362,10 @@ def vllm(data: Data) -> list[str]:
         f"Slower than vLLM by more than the noise: {slower}; faster: "
         f"{sum(row['ratio'] - 1 > row['noise'] for row in rows)} of {len(rows)}."
     )
-    for way, where in ((False, "Without fused gates"), (True, "With all gates fused")):
-        others = [row for row in data.get("other_rows", ()) if row["gates"] is way]
-        apart = ", ".join(f"{row['phase']} of {row['sequences']} {row['ratio']:.3f}" for row in others)
-        said += f" {where}: {apart}." if others else ""
+    day = data["meta"]["date"][:10]
+    old = (row for row in rows if not row["date"].startswith(day))
+    older = dict.fromkeys(f"{name_of(row)} ({row['date'][:10]})" for row in old)
+    said += f" Rows of another day: {', '.join(older)}." if older else ""
     for key, result in data.items():
         if key.startswith("logits_"):
             apart = result["largest_difference"]

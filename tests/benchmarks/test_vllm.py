@@ -61,16 +61,15 @@ def test_the_table_says_what_noise_cannot_explain(tmp_path):
     row = {"dtype": "bf16", "mode": "fastest", "phase": "prefill", "tokens_per_s": 900.0}
     row |= {"engine_tokens_per_s": 1000.0, "noise": 0.05}
     rows = [row | {"sequences": n, "ratio": ratio} for n, ratio in ((1, 0.96), (16, 0.9), (64, 1.06))]
-    rows[0]["gates"] = True
-    others = [rows[0] | {"ratio": 0.95, "gates": False}]
+    rows = [each | {"date": "2026-11-30T02:08"} for each in rows]
+    rows[0] |= {"gates": True, "date": "2026-11-27T12:30"}
     logits = {"largest_difference": 0.0, "bits_same_vllm": True, "bits_same_tunegemm": False}
-    (tmp_path / "vllm.json").write_text(
-        json.dumps({"meta": {}, "logits_bf16": logits, "rows": rows, "other_rows": others})
-    )
+    meta = {"date": "2026-11-30T02:08:19+00:00"}
+    (tmp_path / "vllm.json").write_text(json.dumps({"meta": meta, "logits_bf16": logits, "rows": rows}))
     text = programs.vllm(tmp_path)
     assert "| bf16 prefill | 16 | 1,000 | 900 | 0.900 | 5.0% |" in text
     assert "| bf16 prefill, gate in the product | 1 | 1,000 | 900 | 0.960 | 5.0% |" in text
-    assert "Without fused gates: prefill of 1 0.950." in text and "With all gates fused" not in text
+    assert "Rows of another day: bf16 prefill (2026-11-27)." in text
     assert "Geometric means: bf16 prefill 0.971, least 0.900. Slower" in text
     assert "Slower than vLLM by more than the noise: bf16 prefill of 16 (0.900); faster: 1 of 3." in text
     assert "The logits of bf16 are equal." in text and "change no bit of vllm's." in text

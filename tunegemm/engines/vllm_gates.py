@@ -43,7 +43,7 @@ _MM = torch.ops.tunegemm.mm
 #: also at 1 to 32 rows, and at 129 to 511 with 14336 to 28672 rows of weights. At 128 rows it took 1.01 to
 #: 1.17 times as long with 7168 rows of weights, and as long as two products with 51200.
 #:
-#: In vLLM, with Llama-3-8B on an H200 (`other_rows` of benchmarks/results/h200/vllm.json): with the kernel,
+#: In vLLM, with Llama-3-8B on an H200 (rows of commit 7b264c5d): with the kernel,
 #: decode reached 1.084 times vLLM's speed at 64 rows, and prefill of 512 and 8192 rows 1.017 to 1.032;
 #: without it 1.067 and 0.996 to 1.002. But at 1, 16 and 256 rows it reached 1.045, 1.058 and 1.002, against
 #: 1.079, 1.065 and 1.022 without it. The ends of the ranges between these numbers are guesses.
