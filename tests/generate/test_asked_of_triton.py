@@ -127,10 +127,13 @@ def test_each_kernel_of_routing_has_its_types_and_constants(asked: Any) -> None:
     assert combine[1]["weights"] == "*fp32" and combine[1]["rows"] == combine[1]["out"] == "*bf16"
     for name, (given, words) in found.items():
         kernel = name.split()[0]
-        assert words["num_warps"] == {"combine": 2, "spread": 8}.get(kernel, 4)
+        warps = {"combine": 2, "spread": 8, "few_up": 1, "few_down": 2 if name.endswith("8") else 1}
+        assert words["num_warps"] == warps.get(kernel, 4)
         assert not set(given[1]) & set(given[2]) and set(given[1]) | set(given[2]) == set(given[0].arg_names)
-    few = [given[2]["gated"] for name, (given, _) in found.items() if name.startswith("few")]
+    few = [given[2]["gated"] for name, (given, _) in found.items() if name.startswith("few ")]
     assert few == [False, True, False]
+    down = found["few_down fp16 fp32 8"][0]
+    assert down[1]["factors"] == "*fp32" and down[1]["weights"] == "*fp16" and down[2]["together"] == 8
 
 
 @pytest.mark.parametrize("here", [True, False])

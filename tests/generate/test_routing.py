@@ -138,6 +138,58 @@ check_few([0, 0], 8, 48, torch.bfloat16, extra=1)
 check_few([1, 0, 2], 6, 1032, torch.bfloat16, gated=True)
 check_few([1, 0, 2], 5, 40, torch.bfloat16, gated=True, interleaved=True, bias=2, extra=1)
 check_few([2, 1], 8, 40, torch.bfloat16, gated=True, bias=1)
+
+def check_layer(
+    tokens, chosen, count, inner, hidden, dtype, number, bias=False, interleaved=False, weights_dtype=None,
+    gate=(1.0, float("inf"), 0.0), far=False,
+):
+    index = torch.randint(-1 if far else 0, count + (3 if far else 0), (tokens, chosen)).to(number)
+    is_here = (index >= 0) & (index < count)
+    x = torch.randn(tokens, hidden + 8).to(dtype)[:, :hidden]
+    up = (torch.randn(count, 2 * inner + 1, hidden + 16) * hidden**-0.5).to(dtype)[:, :-1, :hidden]
+    down = (torch.randn(count, hidden, inner + 8) * inner**-0.5).to(dtype)[..., :inner]
+    biases = [torch.randn(count, n).to(dtype) if bias else None for n in (2 * inner, hidden)]
+    factors = torch.rand(tokens, chosen + 1).to(weights_dtype or dtype)[:, :chosen]
+    factors[~is_here] = float("nan")
+    rows = torch.full((tokens * chosen + 1, inner), POISON).to(dtype)
+    out = torch.full((tokens + 1, hidden), POISON).to(dtype)
+    common = dict(step=number.itemsize // 4, chosen=chosen, count=count)
+    blocks, numbers = routing.few_up_numbers(
+        **common, total=tokens * chosen, n=inner, units=hidden // 8, interleaved=interleaved,
+        strides=(x.stride(0) // 8, up.stride(0) // 8, up.stride(1) // 8),
+        bias_stride=2 * inner if bias else None, slope=gate[0], limit=gate[1], offset=gate[2])
+    numbers32 = index.view(torch.int32)
+    given = [x if each is None else each for each in biases]
+    kernel.few_up[(blocks,)](
+        numbers32, x, up, given[0], rows, **numbers, lines=routing.UP_LINES,
+        length=32)
+    assert (rows[:-1][~is_here.reshape(-1)] == POISON).all() and (rows[-1] == POISON).all()
+    for down_kernel in routing.DOWNS.values():
+        constants = {"together": down_kernel.together, "lines": down_kernel.lines, "length": 32}
+        blocks, numbers = routing.few_down_numbers(
+            **common, tokens=tokens, n=hidden, units=inner // 8, lines=down_kernel.lines,
+            strides=(down.stride(0) // 8, down.stride(1) // 8),
+            bias_stride=hidden if bias else None, factors_stride=factors.stride(0))
+        kernel.few_down[(blocks,)](
+            numbers32, rows, down, given[1], factors, out, **numbers, **constants)
+        groups = index.long().clamp(0, count - 1)
+        both = torch.einsum("tk,tjnk->tjn", x.float(), up[groups].float())
+        if bias:
+            both += biases[0][groups].float()
+        first, second = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
+        first, second = first.clamp(max=gate[1]), second.clamp(-gate[1], gate[1])
+        inside = ((second + gate[2]) * first * torch.sigmoid(gate[0] * first)).to(dtype).float()
+        each = torch.einsum("tjk,tjnk->tjn", inside, down[groups].float())
+        if bias:
+            each += biases[1][groups].float()
+        each = torch.where(is_here[..., None], each * factors.float()[..., None], 0.0)
+        torch.testing.assert_close(out[:tokens].float(), each.sum(1), rtol=2**-7, atol=2e-2)
+        assert (out[tokens:] == POISON).all()
+
+check_layer(1, 8, 16, 40, 72, torch.bfloat16, torch.int64)
+check_layer(1, 2, 3, 72, 40, torch.float16, torch.int32, bias=True, interleaved=True)
+check_layer(3, 9, 5, 8, 24, torch.bfloat16, torch.int32, far=True, weights_dtype=torch.float32)
+check_layer(2, 3, 4, 32, 16, torch.bfloat16, torch.int64, bias=True, gate=(1.702, 7.0, 1.0), far=True)
 """
 
 
@@ -160,5 +212,5 @@ def test_all_compile_with_their_arguments_in_order(tmp_path: Path) -> None:
 
 def test_keys_tell_kernels_apart() -> None:
     found = routing.kernels()
-    assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 15
+    assert len({tuple(sorted(key.items())) for key in found.values()}) == len(found) == 25
     assert {"route 1", "combine bf16 fp32", "gate fp16 True"} <= set(found)

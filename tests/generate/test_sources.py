@@ -137,7 +137,7 @@ MEASURED = {
     "skinny": "c54f8e63f0edac42",
     "grouped": "3faf1c046f890d73",
     "along_k": "9c5f5309f7683e8c",
-    "routing": "a7b2cd20442780b1",
+    "routing": "5c2d737d78b9ad7f",
     "joined": "c8040fa62de0c842",
     "blocks": "a7d8ec6022b8b70d",
     "block_groups": "6f3f7b6a2eab5bd5",

@@ -70,15 +70,16 @@ def test_scaled_products_of_groups(num_bytes: int) -> None:
         check(lambda x=x, w=w: tunegemm.scaled_grouped_mm(x, w.mT, *ones, **words), want)
 
 
+@pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("which", ["x", "gate_up", "down", "index", "weights"])
-def test_layers_of_experts(which: str) -> None:
+def test_layers_of_experts(which: str, tokens: int) -> None:
     torch.manual_seed(0)
     half: dict[str, Any] = {"device": "cuda", "dtype": BF16}
     given = {
-        "x": torch.randn(16, 256, **half), "gate_up": torch.randn(8, 512, 256, **half) / 16,
+        "x": torch.randn(tokens, 256, **half), "gate_up": torch.randn(8, 512, 256, **half) / 16,
         "down": torch.randn(8, 256, 256, **half) / 16,
     }  # fmt: skip
-    chosen, index = torch.rand(16, 8, device="cuda").topk(2)
+    chosen, index = torch.rand(tokens, 8, device="cuda").topk(2)
     given |= {"index": index.contiguous(), "weights": chosen.to(BF16)}
     want = tunegemm.experts(**given).float()
     check(lambda: tunegemm.experts(**given | {which: moved(given[which], given[which].element_size())}), want)

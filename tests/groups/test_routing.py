@@ -59,6 +59,22 @@ class Steps:
     def spread(self, name: str, numbers: Any, index: Any, x: Any, counts: Any, *others: Any) -> None:
         self.route(name, numbers, index, x, *others)
 
+    def few_up(self, name: str, numbers: Any, index: Any, x: Any, gate_up: Any, bias: Any, rows: Any) -> None:
+        flat, chosen = index.reshape(-1).long(), numbers["chosen"]
+        inside = torch.where((flat >= 0) & (flat < numbers["count"]), flat, 0)
+        both = torch.einsum("rk,rnk->rn", x.repeat_interleave(chosen, 0).float(), gate_up[inside].float())
+        both += bias[inside].float() if numbers["has_bias"] else 0.0
+        self.gate(f"gate {numbers['turns'] == 2}", numbers, both, rows)
+
+    def few_down(
+        self, name: str, numbers: Any, index: Any, rows: Any, down: Any, bias: Any, weights: Any, out: Any
+    ) -> None:
+        here = (index >= 0) & (index < numbers["count"])
+        inside = torch.where(here, index.long(), 0)
+        each = torch.einsum("tjk,tjnk->tjn", rows.view(*index.shape, -1).float(), down[inside].float())
+        each += bias[inside].float() if numbers["has_bias"] else 0.0
+        out.copy_(torch.where(here[..., None], each * weights.float()[..., None], 0.0).sum(1))
+
     def combine(
         self, name: str, numbers: Any, rows: Any, place: Any, ends: Any, weights: Any, out: Any
     ) -> None:
@@ -88,7 +104,7 @@ BOUND = {"rtol": 5e-2, "atol": 3e-2}
 @pytest.mark.parametrize(
     ("weights_dtype", "index_dtype"), [(torch.bfloat16, torch.int64), (torch.float32, torch.int32)]
 )
-def test_a_layer_is_four_launches(
+def test_a_layer_is_four_launches_and_of_one_token_two(
     steps: Steps, loops: Loops, tokens: int, weights_dtype: Any, index_dtype: Any
 ) -> None:
     given = layer(tokens, torch.bfloat16)
@@ -99,8 +115,11 @@ def test_a_layer_is_four_launches(
         steps.calls.clear()
         loops.calls.clear()
         result = call(**given)
-        assert steps.calls == [f"route {1 if tokens < 256 else 8}", f"combine bf16 {of_weights}"]
-        assert len(loops.calls) == 2
+        if tokens == 1:
+            assert steps.calls == ["few_up bf16", f"few_down bf16 {of_weights} 1"] and not loops.calls
+        else:
+            assert steps.calls == [f"route {1 if tokens < 256 else 8}", f"combine bf16 {of_weights}"]
+            assert len(loops.calls) == 2
         torch.testing.assert_close(result.float(), by_loops(**given), **BOUND)
 
 
@@ -249,7 +268,8 @@ device = find_device("model:h200")
 grouped.groups = grouped.Groups(Loops().load)
 routing.routing = routing.Routing(load, ("route", "combine", "gate"))
 api.serve_by(Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot([]), find=lambda spec: device)))
-for tokens, more in ((1, {}), (7, {"elsewhere": True}), (300, {}), (5, {"activation": routing.Gate()})):
+gate = {"activation": routing.Gate()}
+for tokens, more in ((1, {}), (2, {}), (7, {"elsewhere": True}), (300, {}), (5, gate)):
     given = layer(tokens, torch.bfloat16)
     if more.get("elsewhere"):
         given["index"][2] = 99
@@ -309,13 +329,14 @@ def test_what_route_takes_at_its_borders() -> None:
         x = torch.empty(max(tokens, 1), hidden, dtype=changes.get("dtype", BF16))
         index = torch.zeros(tokens, chosen, dtype=torch.int64)
         planned = routing.plan_route(changes.get("x", x), changes.get("index", index), count)
-        return "" if planned is None else f"{planned.name} {planned.ctas}"
+        return " ".join(f"{each.name} {each.ctas}" for each in planned)
 
     many, most = kernels.MOST_CHOICES, kernels.MOST_SPREAD
     assert [plan(tokens) for tokens in (0, 1, 512, 513, many)] == [
         "", "route 1 2", "route 1 513", "route 8 66", f"route 8 {many // 8 + 1}"
     ]  # fmt: skip
-    assert plan(many + 1) == "spread 33" and plan(most) == f"spread {most // 256}" and plan(most + 1) == ""
+    assert plan(many + 1) == "tally 33 spread 33" and plan(most + 1) == ""
+    assert plan(most) == f"tally {most // 256} spread {most // 256}"
     assert plan(64, 8) == "route 1 513" and plan(64, 9) == "route 8 73"
     bins = kernels.BINS
     assert plan(many + 1, count=bins - 2) and not plan(many + 1, count=bins - 1)
@@ -325,8 +346,8 @@ def test_what_route_takes_at_its_borders() -> None:
         assert plan(8, x=wrong) == ""
     assert plan(8, x=x[:, 8:24]) and plan(8, dtype=torch.float16) and not plan(8, dtype=torch.float32)
     assert not plan(8, index=torch.zeros(2, 8, dtype=torch.int64).t())
-    planned = routing.plan_route(x[:, 8:24], torch.zeros(4, 2, dtype=torch.int64), 5)
-    assert planned is not None and planned.numbers == {
+    (planned,) = routing.plan_route(x[:, 8:24], torch.zeros(4, 2, dtype=torch.int64), 5)
+    assert planned.numbers == {
         "step": 2, "total": 8, "chosen": 2, "count": 5, "units": 2, "x_units": 4
     }  # fmt: skip
 
@@ -337,14 +358,13 @@ def test_what_combine_and_gate_take_at_their_borders() -> None:
     good = {"rows": rows, "place": place, "ends": ends, "weights": weights}
 
     def name(**changes: Any) -> str:
-        planned = routing.plan_combine(**good | changes)
-        return "" if planned is None else planned.name
+        return "".join(each.name for each in routing.plan_combine(**good | changes))
 
     assert name() == "combine bf16 fp32" and name(weights=weights.to(BF16)) == "combine bf16 bf16"
     assert name(rows=rows.half()) == "combine fp16 fp32" and name(place=place.long())
     strided = torch.empty(4, 5)[:, :2]
-    planned = routing.plan_combine(rows, place.long(), ends, strided)
-    assert planned is not None and planned.ctas == 4 and planned.numbers == {
+    (planned,) = routing.plan_combine(rows, place.long(), ends, strided)
+    assert planned.ctas == 4 and planned.numbers == {
         "step": 2, "count": 3, "chosen": 2, "units": 2, "blocks": 1, "weights_stride": 5
     }  # fmt: skip
     for changes in (
@@ -360,7 +380,7 @@ def test_what_combine_and_gate_take_at_their_borders() -> None:
     gate = Gate(1.5, 2.0, 1.0)
 
     def gated(both: torch.Tensor) -> bool:
-        return routing.plan_gate(both, gate) is not None
+        return bool(routing.plan_gate(both, gate))
 
     assert gated(torch.empty(4, 16, dtype=BF16)) and gated(torch.empty(4, 48, dtype=torch.float16))
     for both in (
@@ -368,5 +388,51 @@ def test_what_combine_and_gate_take_at_their_borders() -> None:
         torch.empty(4, 32, dtype=BF16)[:, :16], torch.empty(4 * 16 + 4, dtype=BF16)[4:].view(4, 16),
     ):  # fmt: skip
         assert not gated(both)
-    planned = routing.plan_gate(torch.empty(4, 48, dtype=BF16), gate)
-    assert planned is not None and (planned.ctas, planned.numbers["units"]) == (4, 3)
+    (planned,) = routing.plan_gate(torch.empty(4, 48, dtype=BF16), gate)
+    assert (planned.ctas, planned.numbers["units"]) == (4, 3)
+
+
+def test_what_two_launches_take_at_their_borders(steps: Steps) -> None:
+    """Of one token any, of more only where they rarely choose the same experts."""
+    up, down = torch.empty(24, 32, 16, dtype=BF16), torch.empty(24, 16, 16, dtype=BF16)
+    gate = Gate(1.5, 2.0, 1.0)
+
+    def names(tokens: int = 1, chosen: int = 2, **changes: Any) -> list[str]:
+        given = {
+            "x": torch.empty(tokens, 16, dtype=BF16), "gate_up": up, "down": down,
+            "index": torch.zeros(tokens, chosen, dtype=torch.int64),
+            "weights": torch.empty(tokens, chosen, dtype=BF16), "biases": (None, None), "gate": gate,
+        }  # fmt: skip
+        return [each.name for each in routing.plan_layer(*(given | changes).values())]
+
+    assert names() == ["few_up bf16", "few_down bf16 bf16 1"]
+    with tunegemm.policy(max_sms=9):
+        assert not names(), "they fill the GPU"
+    assert [bool(names(tokens, chosen)) for tokens, chosen in ((3, 2), (2, 3), (3, 3), (4, 1), (1, 24))] == [
+        True, True, False, False, True
+    ]  # fmt: skip
+    assert [names(1, chosen)[1][-1] for chosen in (5, 6)] == ["1", "8"]
+    assert names(weights=torch.empty(1, 2))[1] == "few_down bf16 fp32 1"
+    bias = torch.empty(24, 33, dtype=BF16)[:, :32]
+    planned = routing.plan_layer(
+        torch.empty(2, 24, dtype=BF16)[:, :16], up, down, torch.zeros(2, 3, dtype=torch.int32),
+        torch.empty(2, 4)[:, :3], (bias, None), gate,
+    )  # fmt: skip
+    common = {"step": 1, "chosen": 3, "count": 24, "units": 2, "group_units": 64, "line_units": 2}
+    first, last = (each.numbers for each in planned)
+    assert first.items() >= (common | {"total": 6, "n": 16, "x_units": 3, "turns": 2, "apart": 1}).items()
+    assert first.items() >= {"has_bias": 1, "bias_stride": 33}.items()
+    common |= {"group_units": 32}
+    assert last.items() >= (common | {"tokens": 2, "n": 16, "has_bias": 0, "factors_stride": 4}).items()
+    assert [each.ctas for each in planned] == [6 * 16, 2 * 16]
+    apart = torch.empty(24, 32, 20, dtype=BF16)[..., :16]
+    for changes in (
+        {"x": torch.empty(1, 16)}, {"x": torch.empty(1, 32, dtype=BF16)[:, ::2]}, {"gate_up": apart},
+        {"gate_up": up.half()}, {"down": down.mT},
+        {"down": torch.empty(24 * 256 + 4, dtype=BF16)[4:].view(24, 16, 16)},
+        {"index": torch.zeros(1, 4, dtype=torch.int64)[:, ::2]}, {"weights": torch.empty(1, 2).half()},
+        {"weights": torch.empty(1, 4, dtype=BF16)[:, ::2]}, {"index": torch.zeros(1, 0, dtype=torch.int64)},
+        {"biases": (bias.float(), None)}, {"biases": (None, bias)},
+        {"gate_up": up[:, :0], "down": down[..., :0]},
+    ):  # fmt: skip
+        assert not names(**changes), changes

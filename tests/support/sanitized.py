@@ -248,6 +248,12 @@ def launch_around() -> None:
         assert inner is not None and result is not None
         here = ((index >= 0) & (index < count)).sum(1, keepdim=True)
         assert torch.equal(result.float(), here.float().expand(-1, 144)), (tokens, chosen, count)
+    for tokens, chosen, count in ((1, 2, 5), (3, 1, 16), (1, 7, 40)):
+        x = torch.ones(tokens, 144, device="cuda", dtype=torch.bfloat16)
+        up, down = x.new_ones(count, 144, 144), x.new_ones(count, 144, 72)
+        index = torch.randint(-1, count + 2, (tokens, chosen), device="cuda")
+        weights = torch.ones(tokens, chosen, device="cuda")
+        assert steps.layer(x, up, down, index, weights, (x.new_ones(count, 144), None), Gate()) is not None
     for kind in ("bf16", "gated"):
         of = few(configs(kind)["co64x32"], 0)
         assert of is not None

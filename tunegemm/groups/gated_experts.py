@@ -136,6 +136,11 @@ def _layer(
     if not traced and not elsewhere and (index.device.type == "cpu" or grouped.groups.are_checked()):
         check_index(index, count)
     around = routing.routing if plain else None
+    gate = _SILUS[interleaved] if activation == "silu" else activation
+    if around is not None and gate_up_scale is None and isinstance(gate, Gate) and not is_ordered():
+        biases = gate_up_bias, down_bias
+        if (whole := around.layer(x, gate_up, down, index, weights, biases, gate)) is not None:
+            return whole
     routed = around.route(x, index, count) if around else None
     nobodys = None
     if routed is not None:

@@ -6,7 +6,7 @@ compares, and until its kernel is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
-from tunegemm.generate.takes import UNIT_BYTES, NotTaken
+from tunegemm.generate.takes import UNIT_BYTES, NotTaken, Place, first_objection
 
 #: Binds a kernel to its number of blocks and its numeric arguments, and returns the launch, which takes
 #: tensors: `tunegemm.generate.routing.load`.
@@ -82,45 +82,69 @@ class Routing:
 
         Numbers below 0, or not below `count`, name no expert here: their rows lie after the last group.
         """
-        launch = self._launch(
+        launches = self._launches(
             ("route", count, index.numel(), x.data_ptr() % ALIGNMENT == 0), plan_route, (x, index), count
         )
-        if launch is None:
+        if launches is None:
             return None
         total = index.shape[0] * index.shape[1]
         rows = x.new_empty((total, x.shape[1]))
         place, ends = (x.new_empty(size, dtype=torch.int32) for size in (total, count))
-        result = index, x, place, ends, rows
-        return Routed(rows, place, ends) if self._done(launch, result) else None
+        before: tuple[Any, ...] = ()
+        if len(launches) > 1:
+            before = (place.new_empty(kernels.most_counts(total)),)
+            if not self._done(launches[0], (index, *before)):
+                return None
+        done = self._done(launches[-1], (index, x, *before, place, ends, rows))
+        return Routed(rows, place, ends) if done else None
 
     def combine(self, rows: Any, place: Any, ends: Any, weights: Any) -> torch.Tensor | None:
         """Weight and add up each token's rows, which `place` names; rows of no group add nothing.
 
         place: (tokens * chosen), int32 or int64. weights: (tokens, chosen).
         """
-        launch = self._launch(
+        launches = self._launches(
             ("combine", rows.numel(), weights.numel(), rows.data_ptr() % ALIGNMENT == 0),
             plan_combine, (rows, place, ends, weights),
         )  # fmt: skip
-        if launch is None:
+        if launches is None:
             return None
         out = rows.new_empty((weights.shape[0], rows.shape[1]))
-        return out if self._done(launch, (rows, place, ends, weights, out)) else None
+        return out if self._done(launches[0], (rows, place, ends, weights, out)) else None
 
     def gate(self, both: Any, gate: Gate) -> torch.Tensor | None:
         """Apply a gate to rows of gate and up."""
-        launch = self._launch(
+        launches = self._launches(
             ("gate", gate, both.numel(), both.data_ptr() % ALIGNMENT == 0), plan_gate, (both,), gate
         )
-        if launch is None:
+        if launches is None:
             return None
         out = both.new_empty((both.shape[0], both.shape[1] // 2))
-        return out if self._done(launch, (both, out)) else None
+        return out if self._done(launches[0], (both, out)) else None
 
-    def _launch(
-        self, key: tuple[Any, ...], plan: Callable[..., Planned | None], tensors: Any, *numbers: Any
-    ) -> Launch | None:
-        """The launch for a key and a layout; `plan` chooses the kernel for the operands."""
+    def layer(
+        self, x: Any, gate_up: Any, down: Any, index: Any, weights: Any, biases: Sequence[Any], gate: Gate
+    ) -> torch.Tensor | None:
+        """Compute a layer of few tokens by two launches, which find each choice's expert themselves.
+
+        biases: those of gate_up and down, or None.
+        """
+        operands = x, gate_up, down, index, weights, *[each for each in biases if each is not None]
+        addresses = x.data_ptr() | gate_up.data_ptr() | down.data_ptr()
+        key = "few_up", gate, *[each is None for each in biases], addresses % ALIGNMENT == 0
+        launches = self._launches(key, plan_layer, operands, biases, gate)
+        if launches is None:
+            return None
+        rows = x.new_empty((index.numel(), down.shape[2]))
+        out = x.new_empty((x.shape[0], down.shape[1]))
+        of_up, of_down = (x if each is None else each for each in biases)
+        done = self._done(launches[0], (index, x, gate_up, of_up, rows))
+        return out if done and self._done(launches[1], (index, rows, down, of_down, weights, out)) else None
+
+    def _launches(
+        self, key: tuple[Any, ...], plan: Callable[..., Sequence[Planned]], tensors: Any, *more: Any
+    ) -> tuple[Launch, ...] | None:
+        """The launches for a key and a layout; `plan` chooses the kernels for the operands."""
         known = self.launches.find(key, *tensors)
         if known is None:
             device = tensors[0].device
@@ -128,36 +152,32 @@ class Routing:
                 return None
             if not extension.may_load(device):
                 return None
-            planned = None if any(map(is_lazy, tensors)) else plan(*tensors, *numbers)
-            launch, waits = self._launch_for(planned, device.index or 0)
-            known = self.launches.keep(key, launch, *tensors, waits=waits)
-        result: Launch | None = known.launch
+            planned = () if any(map(is_lazy, tensors)) else plan(*tensors, *more)
+            launches, waits = self._launches_for(planned, device.index or 0)
+            known = self.launches.keep(key, launches, *tensors, waits=waits)
+        result: tuple[Launch, ...] | None = known.launch
         return result
 
-    def _launch_for(self, planned: Planned | None, index: int) -> tuple[Launch | None, bool]:
-        """The launch, or None if torch should compute the step; and whether a kernel is being compiled."""
-        if planned is None:
-            return None, False
-        names = ("tally", "spread") if planned.name == "spread" else (planned.name,)
-        if any(name.split()[0] not in self.served for name in names):
+    def _launches_for(self, planned: Sequence[Planned], index: int) -> tuple[tuple[Launch, ...] | None, bool]:
+        """The launches, or None if torch should compute the step; and whether a kernel is being compiled."""
+        names = [each.name for each in planned]
+        if not planned or any(name.split()[0] not in self.served for name in names):
             return None, False
         try:
-            results = [self._loaded.once((name, index), partial(self._load, name, index)) for name in names]
+            binds = [self._loaded.once((name, index), partial(self._load, name, index)) for name in names]
         except TunegemmError:  # the products' kernels are missing too, and warn of it
             return None, False
         except (OSError, RuntimeError) as error:
             _warn(error)
             return None, False
-        if None in results:
+        if None in binds:
             return None, True
         try:
-            launch = results[-1](planned.ctas, **planned.numbers)
-            if planned.name == "spread":
-                few = {name: planned.numbers[name] for name in ("step", "total", "count")}
-                launch = _in_two(results[0](planned.ctas, **few), launch, planned.ctas)
+            return tuple(
+                bind(each.ctas, **each.numbers) for bind, each in zip(binds, planned, strict=True)
+            ), False
         except NotTaken:
             return None, False
-        return launch, False
 
     def _done(self, launch: Launch, tensors: tuple[Any, ...]) -> bool:
         try:
@@ -174,17 +194,6 @@ class Routing:
         return True
 
 
-def _in_two(tally: Launch, spread: Launch, ctas: int) -> Launch:
-    """`route`'s launch for many choices: the first kernel writes counts into temporary memory."""
-
-    def launch(index: Any, x: Any, place: Any, ends: Any, rows: Any) -> None:
-        counts = place.new_empty(ctas * kernels.BINS)
-        tally(index, counts)
-        spread(index, x, counts, place, ends, rows)
-
-    return launch
-
-
 class Planned(NamedTuple):
     """A kernel and the arguments of its launches."""
 
@@ -193,7 +202,7 @@ class Planned(NamedTuple):
     numbers: dict[str, int]
 
 
-def plan_route(x: Any, index: Any, count: int) -> Planned | None:
+def plan_route(x: Any, index: Any, count: int) -> Sequence[Planned]:
     (tokens, chosen), total = index.shape, index.numel()
     size, hidden = x.element_size(), x.shape[1]
     if not (
@@ -206,19 +215,21 @@ def plan_route(x: Any, index: Any, count: int) -> Planned | None:
         and not any(lines * size % UNIT_BYTES for lines in (hidden, x.stride(0)))
         and x.data_ptr() % ALIGNMENT == 0
     ):
-        return None
+        return ()
     units, x_units = (lines * size // UNIT_BYTES for lines in (hidden, x.stride(0)))
     arguments = {
         "step": index.element_size() // 4, "tokens": tokens, "chosen": chosen, "count": count,
         "units": units, "x_units": x_units,
     }  # fmt: skip
     if total > kernels.MOST_CHOICES:
-        return Planned("spread", *kernels.spread_numbers(**arguments))
+        blocks, numbers = kernels.spread_numbers(**arguments)
+        of_tally = {name: numbers[name] for name in ("step", "total", "count")}
+        return Planned("tally", blocks, of_tally), Planned("spread", blocks, numbers)
     own_rows = next(rows for most, rows in kernels.ROUTE_ROWS.items() if total <= most)
-    return Planned(f"route {own_rows}", *kernels.route_numbers(**arguments, own_rows=own_rows))
+    return (Planned(f"route {own_rows}", *kernels.route_numbers(**arguments, own_rows=own_rows)),)
 
 
-def plan_combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | None:
+def plan_combine(rows: Any, place: Any, ends: Any, weights: Any) -> Sequence[Planned]:
     dtype = _DTYPES.get(rows.dtype)
     of_weights = "fp32" if weights.dtype is torch.float32 else _DTYPES.get(weights.dtype)
     if not (
@@ -235,16 +246,16 @@ def plan_combine(rows: Any, place: Any, ends: Any, weights: Any) -> Planned | No
         and rows.shape[1] * rows.element_size() % UNIT_BYTES == 0
         and rows.data_ptr() % ALIGNMENT == 0
     ):
-        return None
+        return ()
     blocks, numbers = kernels.combine_numbers(
         step=place.element_size() // 4, tokens=weights.shape[0], chosen=weights.shape[1],
         count=ends.shape[0], units=rows.shape[1] * rows.element_size() // UNIT_BYTES,
         weights_stride=weights.stride(0),
     )  # fmt: skip
-    return Planned(f"combine {dtype} {of_weights}", blocks, numbers)
+    return (Planned(f"combine {dtype} {of_weights}", blocks, numbers),)
 
 
-def plan_gate(both: Any, gate: Gate) -> Planned | None:
+def plan_gate(both: Any, gate: Gate) -> Sequence[Planned]:
     dtype, (rows, columns) = _DTYPES.get(both.dtype), both.shape
     inner = columns // 2
     if (
@@ -253,14 +264,60 @@ def plan_gate(both: Any, gate: Gate) -> Planned | None:
         or not both.numel()
         or inner * both.element_size() % UNIT_BYTES
         or both.data_ptr() % ALIGNMENT
-        or is_lazy(both)
     ):
-        return None
+        return ()
     blocks, numbers = kernels.gate_numbers(
         rows=rows, units=inner * both.element_size() // UNIT_BYTES, slope=gate.slope,
         limit=gate.limit, offset=gate.offset,
     )  # fmt: skip
-    return Planned(f"gate {dtype} {gate.interleaved}", blocks, numbers)
+    return (Planned(f"gate {dtype} {gate.interleaved}", blocks, numbers),)
+
+
+def plan_layer(*operands: Any) -> Sequence[Planned]:
+    x, gate_up, down, index, weights, *_, biases, gate = operands
+    dtype, (tokens, chosen), count = _DTYPES.get(x.dtype), index.shape, gate_up.shape[0]
+    of_weights = "fp32" if weights.dtype is torch.float32 else _DTYPES.get(weights.dtype)
+    hidden, inner = down.shape[1:]
+    if not (
+        dtype is not None
+        and of_weights in ("fp32", dtype)
+        and 0 < tokens <= (kernels.FEW_TOKENS if index.numel() * kernels.FEW_SHARE <= count else 1)
+        and 0 not in (chosen, hidden, inner)
+        and index.device == weights.device == x.device
+        and index.is_contiguous()
+        and weights.stride(1) == 1
+        and not any(each * x.element_size() % UNIT_BYTES for each in (hidden, inner))
+        and extension.policy().max_sms is None  # they fill the GPU
+    ):
+        return ()
+    name = str(x.dtype).removeprefix("torch.")
+    places = [
+        Place("x", x, name, (tokens, hidden), (0, 1)),
+        Place("gate_up", gate_up, name, (count, 2 * inner, hidden), (0, 1, 2)),
+        Place("down", down, name, (count, hidden, inner), (0, 1, 2)),
+    ]
+    for bias, width in zip(biases, (2 * inner, hidden), strict=True):
+        if bias is not None:
+            places.append(Place("bias", bias, name, (count, width), (0, 1), unit_bytes=1, apart=False))
+    if first_objection(places, x.device) or any(each.tensor.data_ptr() % ALIGNMENT for each in places[:3]):
+        return ()
+    size = x.element_size()
+    common = {"step": index.element_size() // 4, "chosen": chosen, "count": count}
+    strides = [each * size // UNIT_BYTES for each in (x.stride(0), *gate_up.stride()[:2], *down.stride()[:2])]
+    of_up, of_down = (None if bias is None else bias.stride(0) for bias in biases)
+    slope, limit, offset, interleaved = gate
+    first = kernels.few_up_numbers(
+        **common, total=tokens * chosen, n=inner, units=hidden * size // UNIT_BYTES,
+        strides=(strides[0], strides[1], strides[2]), bias_stride=of_up, interleaved=interleaved,
+        slope=slope, limit=limit, offset=offset,
+    )  # fmt: skip
+    kernel = next(each for most, each in kernels.DOWNS.items() if chosen <= most)
+    last = kernels.few_down_numbers(
+        **common, tokens=tokens, n=hidden, units=inner * size // UNIT_BYTES, strides=(strides[3], strides[4]),
+        bias_stride=of_down, factors_stride=weights.stride(0), lines=kernel.lines,
+    )  # fmt: skip
+    down_name = f"few_down {dtype} {of_weights} {kernel.together}"
+    return Planned(f"few_up {dtype}", *first), Planned(down_name, *last)
 
 
 def load_compiled(name: str, index: int) -> Bind | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build, toolchain
@@ -14,7 +15,7 @@ from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Kernels, Key
 from tunegemm.generate.takes import MOST, UNIT_BYTES, NotTaken, not_aligned
 
 #: The names of the kernels.
-ALL = ("route", "tally", "spread", "combine", "gate", "few")
+ALL = ("route", "tally", "spread", "combine", "gate", "few", "few_up", "few_down")
 #: The choices that a block of `route` handles, by the most choices in all: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
 MOST_CHOICES = max(ROUTE_ROWS)
@@ -24,6 +25,27 @@ SPREAD_ROWS, BINS, MOST_SPREAD = 256, 512, 1 << 16
 COLUMNS, GATE_COLUMNS, EXPERTS = 512, 1024, 32
 #: The columns of a block of `few`, the elements of k that it loads at a time, and the most groups.
 FEW_LINES, FEW_LENGTH, FEW_GROUPS = 2, 1024, 256
+#: The columns of a block of `few_up`, and the elements of k that it loads at a time.
+UP_LINES, UP_LENGTH = 1, 1024
+
+
+class Down(NamedTuple):
+    """A kernel `few_down`."""
+
+    together: int
+    """Choices whose weights a block loads at once."""
+    lines: int
+    """Columns of a block."""
+    length: int
+    """Elements of k that it loads at a time."""
+    warps: int
+
+
+#: The kernels `few_down`, by the most choices of a token. Measured on an H200 beside 50 others (decision 37).
+DOWNS = {5: Down(1, 1, 1024, 1), MOST: Down(8, 2, 128, 2)}
+#: The most tokens of a layer that `few_up` and `few_down` compute, and the least experts per choice if there
+#: are several tokens, which may choose the same experts.
+FEW_TOKENS, FEW_SHARE = 3, 4
 _POINTERS = {
     "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
     "tally": {"index": "i32", "counts": "i32"},
@@ -38,6 +60,8 @@ _POINTERS = {
     "combine": {"rows": "", "place": "i32", "ends": "i32", "weights": "", "out": ""},
     "gate": {"both": "", "out": ""},
     "few": {"rows": "", "weights": "", "ends": "i32", "bias": "", "out": ""},
+    "few_up": {"index": "i32", "x": "", "weights": "", "bias": "", "out": ""},
+    "few_down": {"index": "i32", "rows": "", "weights": "", "bias": "", "factors": "", "out": ""},
 }
 _ALIGNED = {
     "route": ("x", "rows"),
@@ -46,6 +70,8 @@ _ALIGNED = {
     "combine": ("rows", "out"),
     "gate": ("both", "out"),
     "few": ("rows", "weights"),
+    "few_up": ("x", "weights"),
+    "few_down": ("rows", "weights"),
 }
 
 
@@ -56,6 +82,9 @@ def kernels() -> dict[str, Key]:
     for dtype in ("bf16", "fp16"):
         keys += [kernel_key("combine", dtype=dtype, weights=weights) for weights in (dtype, "fp32")]
         keys += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
+        keys.append(kernel_key("few_up", dtype=dtype))
+        for weights, down in product((dtype, "fp32"), DOWNS.values()):
+            keys.append(kernel_key("few_down", dtype=dtype, weights=weights, together=down.together))
     for dtype, gated in (("bf16", False), ("bf16", True), ("fp16", False)):
         keys.append(kernel_key("few", dtype=dtype, gated=gated))
     common = kernel_key("")
@@ -69,7 +98,8 @@ def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
     """Everything that an object depends on.
 
     kernel: its name. choices: `own_rows` for `route`; `dtype` and that of `weights` for `combine`;
-    `dtype` and `alternate` for `gate`; `dtype` and `gated` for `few`.
+    `dtype` and `alternate` for `gate`; `dtype` and `gated` for `few`; `dtype` for `few_up`; `dtype`, that of
+    `weights` and `together` for `few_down`.
     """
     return FAMILY.key({"kernel": kernel, **choices})
 
@@ -78,6 +108,7 @@ def _compile(key: Key, out: Path) -> Resources:
     from tunegemm.generate.routing import kernel as source
 
     name = str(key["kernel"])
+    down = next((each for each in DOWNS.values() if each.together == key.get("together")), None)
     constants_of: dict[str, dict[str, Any]] = {
         "route": {"own_rows": key.get("own_rows"), "others": 256, "experts": EXPERTS, "words": 512},
         "tally": {"own_rows": SPREAD_ROWS, "bins": BINS},
@@ -87,15 +118,19 @@ def _compile(key: Key, out: Path) -> Resources:
         "few": {
             "lines": FEW_LINES, "length": FEW_LENGTH, "groups": FEW_GROUPS, "gated": key.get("gated"),
         },
+        "few_up": {"lines": UP_LINES, "length": UP_LENGTH},
+        "few_down": {} if down is None else down._asdict(),
     }  # fmt: skip
     constants = constants_of[name]
+    default = {"combine": 2, "spread": 8, "few_up": 1}.get(name, 4)
+    warps = constants.pop("warps", default)
     function = getattr(source, name)
-    dtypes = {"": key.get("dtype"), "weights": key.get("weights", key.get("dtype"))}
+    factors = "factors" if name == "few_down" else "weights"  # of a token's experts
+    dtypes = {"": key.get("dtype"), factors: key.get("weights", key.get("dtype"))}
     types = {
         pointer: f"*{dtype or dtypes.get(pointer, dtypes[''])}" for pointer, dtype in _POINTERS[name].items()
     }
     arguments = {each: types.get(each, "i32") for each in function.arg_names if each not in constants}
-    warps = {"combine": 2, "spread": 8}.get(name, 4)
     return build(function, arguments, constants, out, num_warps=warps, aligned=_ALIGNED[name])
 
 
@@ -177,6 +212,11 @@ def spread_numbers(
     )[1]
 
 
+def most_counts(total: int) -> int:
+    """How many counts `tally` writes of so many choices."""
+    return math.ceil(total / SPREAD_ROWS) * BINS
+
+
 def combine_numbers(
     *, step: int, tokens: int, chosen: int, count: int, units: int, weights_stride: int
 ) -> tuple[int, dict[str, int]]:
@@ -194,9 +234,7 @@ def gate_numbers(
 ) -> tuple[int, dict[str, int]]:
     """Blocks and arguments of `gate`."""
     blocks = math.ceil(units * 8 / GATE_COLUMNS)
-    bits = {"slope": slope, "limit": limit, "offset": offset}
-    words = {name: struct.unpack("i", struct.pack("f", value))[0] for name, value in bits.items()}
-    return rows * blocks, {"units": units, "blocks": blocks, **words}
+    return rows * blocks, {"units": units, "blocks": blocks, **_bits(slope, limit, offset)}
 
 
 def few_numbers(
@@ -213,3 +251,36 @@ def few_numbers(
         "apart": 0 if not gated else 1 if interleaved else n,
     }  # fmt: skip
     return rows * math.ceil(n / FEW_LINES), numbers
+
+
+def few_up_numbers(
+    *, step: int, total: int, chosen: int, count: int, n: int, units: int, strides: tuple[int, int, int],
+    bias_stride: int | None, interleaved: bool, slope: float, limit: float, offset: float,
+) -> tuple[int, dict[str, int]]:  # fmt: skip
+    """Blocks and arguments of `few_up`. n, strides, bias_stride: as `few_numbers` has them."""
+    numbers = {
+        "step": step, "total": total, "chosen": chosen, "count": count, "n": n, "units": units,
+        "x_units": strides[0], "group_units": strides[1], "line_units": strides[2],
+        "has_bias": int(bias_stride is not None), "bias_stride": bias_stride or 0,
+        "turns": 1 + interleaved, "apart": 1 if interleaved else n, **_bits(slope, limit, offset),
+    }  # fmt: skip
+    return total * math.ceil(n / UP_LINES), numbers
+
+
+def few_down_numbers(
+    *, step: int, tokens: int, chosen: int, count: int, n: int, units: int, strides: tuple[int, int],
+    bias_stride: int | None, factors_stride: int, lines: int,
+) -> tuple[int, dict[str, int]]:  # fmt: skip
+    """Blocks and arguments of `few_down`. strides: of groups and lines. lines: columns of a block."""
+    numbers = {
+        "step": step, "tokens": tokens, "chosen": chosen, "count": count, "n": n, "units": units,
+        "group_units": strides[0], "line_units": strides[1], "has_bias": int(bias_stride is not None),
+        "bias_stride": bias_stride or 0, "factors_stride": factors_stride,
+    }  # fmt: skip
+    return tokens * math.ceil(n / lines), numbers
+
+
+def _bits(slope: float, limit: float, offset: float) -> dict[str, int]:
+    """The numbers of a gate as the bits of fp32."""
+    numbers = {"slope": slope, "limit": limit, "offset": offset}
+    return {name: struct.unpack("i", struct.pack("f", value))[0] for name, value in numbers.items()}

@@ -118,11 +118,12 @@ def combine(
     is_inside = column < units * 8
     used = tl.load(ends + count - 1)
     sums = tl.zeros((columns,), tl.float32)
+    own_weights = weights + token.to(tl.int64) * weights_stride
     for first in range(0, chosen, together):
         for number in tl.static_range(together):
             choice = first + number
             at = tl.load(place + (token * chosen + choice) * step, mask=choice < chosen, other=used)
-            weight = tl.load(weights + token * weights_stride + choice, mask=choice < chosen, other=0.0)
+            weight = tl.load(own_weights + choice, mask=choice < chosen, other=0.0)
             weight = tl.where(at < used, weight.to(tl.float32), 0.0)
             row = rows + at.to(tl.int64) * units * 8
             sums += weight * tl.load(row + column, mask=is_inside & (at < used), other=0.0).to(tl.float32)
@@ -131,14 +132,24 @@ def combine(
 
 
 @triton.jit
-def gate(both, out, units, blocks, slope, limit, offset, columns: tl.constexpr, alternate: tl.constexpr):
-    """(up + offset) * gate * sigmoid(slope * gate) of rows of gate and up, `units` each, both limited.
+def gate_of(gated, up, slope, limit, offset):
+    """(up + offset) * gate * sigmoid(slope * gate), gate limited above, up on both sides.
 
-    Gate is limited above, up on both sides. slope, limit, offset: the bits of fp32 numbers. alternate:
-    whether gate and up take turns, else they are halves. blocks: those of a row.
+    slope, limit, offset: the bits of fp32 numbers.
     """
     slope, limit = slope.to(tl.float32, bitcast=True), limit.to(tl.float32, bitcast=True)
-    offset = offset.to(tl.float32, bitcast=True)
+    # A NaN stays one, as torch.clamp leaves it.
+    gated = tl.minimum(gated, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    return (up + offset.to(tl.float32, bitcast=True)) * gated / (1.0 + tl.exp(-slope * gated))
+
+
+@triton.jit
+def gate(both, out, units, blocks, slope, limit, offset, columns: tl.constexpr, alternate: tl.constexpr):
+    """`gate_of` rows of gate and up, `units` each. alternate: whether gate and up take turns, else they are
+    halves. blocks: those of a row.
+    """
     program = tl.program_id(0)
     row, first = (program // blocks).to(tl.int64), (program % blocks) * columns
     column = first + tl.arange(0, columns)
@@ -150,11 +161,7 @@ def gate(both, out, units, blocks, slope, limit, offset, columns: tl.constexpr, 
     else:
         gated = tl.load(source + column, mask=column < units * 8, other=0.0)
         up = tl.load(source + units * 8 + column, mask=column < units * 8, other=0.0)
-    # A NaN stays one, as torch.clamp leaves it.
-    gated = tl.minimum(gated.to(tl.float32), limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.maximum(up.to(tl.float32), -limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-    result = (up + offset) * gated / (1.0 + tl.exp(-slope * gated))
+    result = gate_of(gated.to(tl.float32), up.to(tl.float32), slope, limit, offset)
     tl.store(out + row * units * 8 + column, result.to(out.dtype.element_ty), mask=column < units * 8)
 
 
@@ -205,3 +212,87 @@ def few(
             up += tl.load(of_group + apart, mask=with_bias, other=0.0).to(tl.float32)
             result = result / (1.0 + tl.exp(-result)) * up
         tl.store(out + row.to(tl.int64) * n + column, result.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def few_up(
+    index, x, weights, bias, out, step, total, chosen, count, n, units, x_units, group_units, line_units,
+    has_bias, bias_stride, turns, apart, slope, limit, offset,
+    lines: tl.constexpr, length: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of each of `total` choices, whose rows stay where they are: out has a row for each choice.
+
+    A block has `lines` columns of a row. Rows of choices of no expert here are left alone. index, step: as
+    `numbers` has them. x, weights: `units` long, in units of 16 bytes as all strides but the bias'. Column c
+    is `gate_of` lines c * `turns` and c * `turns` + `apart`.
+    """
+    program = tl.program_id(0)
+    row, first = program % total, program // total * lines
+    group = tl.load(index + row * step)
+    if (group >= 0) & (group < count):
+        column = first + tl.arange(0, lines)
+        is_column = column < n
+        line = column * turns
+        source = weights + group.to(tl.int64) * group_units * 8 + line.to(tl.int64)[:, None] * line_units * 8
+        target = x + (row // chosen).to(tl.int64) * x_units * 8
+        gates = tl.zeros((lines, length), tl.float32)
+        ups = tl.zeros((lines, length), tl.float32)
+        for start in range(0, units * 8, length):
+            at = start + tl.arange(0, length)
+            is_inside = at < units * 8
+            mask = is_column[:, None] & is_inside[None, :]
+            each = source + at[None, :]
+            other = each + apart.to(tl.int64) * line_units * 8
+            found = tl.load(each, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            second = tl.load(other, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            values = tl.load(target + at, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+            gates += found * values
+            ups += second * values
+        with_bias = is_column & (has_bias != 0)
+        of_group = bias + group.to(tl.int64) * bias_stride + line
+        gated = tl.sum(gates, axis=1) + tl.load(of_group, mask=with_bias, other=0.0).to(tl.float32)
+        up = tl.sum(ups, axis=1) + tl.load(of_group + apart, mask=with_bias, other=0.0).to(tl.float32)
+        result = gate_of(gated, up, slope, limit, offset)
+        tl.store(out + row.to(tl.int64) * n + column, result.to(out.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def few_down(
+    index, rows, weights, bias, factors, out, step, tokens, chosen, count, n, units, group_units, line_units,
+    has_bias, bias_stride, factors_stride,
+    lines: tl.constexpr, length: tl.constexpr, together: tl.constexpr,
+):  # fmt: skip
+    """Each token's rows by their experts' weights, weighted and added up: a block has `lines` columns of one.
+
+    rows: (tokens * chosen, K), as `few_up` leaves them, K `units` long. Choices of no expert here add
+    nothing. together: choices whose weights are loaded at once.
+    """
+    program = tl.program_id(0)
+    token, first = program % tokens, program // tokens * lines
+    place = tl.arange(0, together * lines)
+    column = first + place % lines
+    result = tl.zeros((together * lines,), tl.float32)
+    own_factors = factors + token.to(tl.int64) * factors_stride
+    for begin in range(0, chosen, together):
+        choice = begin + place // lines
+        group = tl.load(index + (token * chosen + choice) * step, mask=choice < chosen, other=-1)
+        is_here = (group >= 0) & (group < count) & (column < n)
+        factor = tl.load(own_factors + choice, mask=is_here, other=0.0).to(tl.float32)
+        source = weights + group.to(tl.int64) * group_units * 8 + column.to(tl.int64) * line_units * 8
+        target = rows + (token * chosen + choice).to(tl.int64) * units * 8
+        sums = tl.zeros((together * lines, length), tl.float32)
+        for start in range(0, units * 8, length):
+            at = start + tl.arange(0, length)
+            mask = is_here[:, None] & (at < units * 8)[None, :]
+            found = tl.load(
+                source[:, None] + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
+            )
+            values = tl.load(target[:, None] + at[None, :], mask=mask, other=0.0)
+            sums += found.to(tl.float32) * values.to(tl.float32)
+        added = tl.load(
+            bias + group.to(tl.int64) * bias_stride + column, mask=is_here & (has_bias != 0), other=0.0
+        )
+        result += tl.where(is_here, factor * (tl.sum(sums, axis=1) + added.to(tl.float32)), 0.0)
+    total = tl.sum(result.reshape(together, lines), axis=0)
+    column = first + tl.arange(0, lines)
+    tl.store(out + token.to(tl.int64) * n + column, total.to(out.dtype.element_ty), mask=column < n)
