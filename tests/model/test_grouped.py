@@ -235,6 +235,14 @@ def test_each_kernel_fits_a_multiprocessor() -> None:
         choose(groups, 4096, 4096, rows)
 
 
+def test_tiles_that_their_step_does_not_divide_are_no_kernels(tmp_path: Path) -> None:
+    """352 rows would be two tiles of 192, beyond the main loops of 176."""
+    path = tmp_path / "grouped.toml"
+    text = TABLE.replace("[kernels]\n", "[kernels]\nw16 = W 16, 1]\nw32 = W 32, 1]\n", 1)
+    path.write_text(text.replace("W", '["pingpong", 128, 176, 64, 5, 16,'))
+    assert "w16" in configs("bf16", path) and "w32" not in configs("bf16", path)
+
+
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
     keys = [maker_of(config).kernel_key(config) for config in listed()]
     assert len({tuple(sorted(key.items())) for key in keys}) == len(keys)

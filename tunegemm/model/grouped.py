@@ -232,7 +232,9 @@ def _table(table: dict[str, Any]) -> _Table:
         kernels[f"drawn-{name}"] = kernels[name]
         arguments |= {(kind, f"drawn-{name}"): arguments[kind, name] | {"drawn": True} for kind in kinds}
     every = {(kind, name): kinds[kind].config_of(words) for (kind, name), words in arguments.items()}
-    configs = {pair: config for pair, config in every.items() if config.stores_all}
+    # Even tiles whose step does not divide them would be wider than their main loops.
+    whole = (pair for pair, config in every.items() if config.stores_all and not config.tile_n % config.step)
+    configs = {pair: every[pair] for pair in whole}
     rules = tuple(_rule(words, kernels, kinds) for words in table["choices"])
     along = table.get("along_k", {})
     along_kernels = _kernels(along.get("kernels", {}))
