@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -83,6 +84,20 @@ def test_logits_are_those_of_fp32(family: str, rows: tuple[int, int], launches: 
     for _ in range(2):
         assert difference(logits(run, ids), exact) <= 1.3 * difference(logits(model, ids), exact)
     assert launches, "gates, or q, k and v"
+
+
+@pytest.mark.parametrize("rows", [(1, 7), (2, 512)], ids=str)
+def test_gates_under_inductor_are_kernels(rows: tuple[int, int], launches: list[Any]) -> None:
+    """Without `enable` there are none, compiled before in the same process."""
+    model, ids = model_of(), tokens(*rows)
+    exact = logits(copy.deepcopy(model).float(), ids)
+    for enabled in (nullcontext, tunegemm.enable):
+        torch._dynamo.reset()
+        tunegemm.refresh()
+        with enabled():
+            found = logits(torch.compile(model, dynamic=False), ids)
+        assert difference(found, exact) <= 1.3 * difference(logits(model, ids), exact)
+        assert bool(launches) is (enabled is not nullcontext)
 
 
 def test_a_captured_step_and_eager_ones_are_the_same() -> None:
