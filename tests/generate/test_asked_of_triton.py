@@ -17,10 +17,10 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ArtifactError
 from tunegemm.generate import families, gluon_wgmma, routing, triton, triton_launch, triton_tma, workspace
-from tunegemm.generate.blocks import division_of
 from tunegemm.generate.cublaslt import binding, choice
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.generate.takes import MOST, NotTaken
+from tunegemm.generate.tiles import divided
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_numbers_of_routings_launches() -> None:
 def test_how_a_product_of_blocks_is_divided(
     streams: bool, tiles: int, k: int, split_k: int, division: tuple[int, int, int]
 ) -> None:
-    assert division_of(SimpleNamespace(streams=streams), tiles, k, split_k, 132) == division  # type: ignore[arg-type]
+    assert divided(streams, tiles, -(-k // 128), split_k, 132) == division
 
 
 @pytest.mark.parametrize(

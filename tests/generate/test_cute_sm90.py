@@ -264,7 +264,7 @@ def test_a_hint_names_the_kernels_operand(raster: str, swap_ab: bool) -> None:
 def test_a_gpc_has_the_block_for_which_it_reads_least(
     tile: dict[str, int], neighbours: int, block: tuple[int, int]
 ) -> None:
-    assert block_of_a_gpc(candidate(**tile), neighbours) == block
+    assert block_of_a_gpc(config_of(PROBLEMS[0], candidate(**tile)), neighbours) == block
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,10 @@ def test_clusters_of_a_gpc_have_a_block_of_the_swizzle(
 
     monkeypatch.setattr(Device, "gpcs_of_clusters", gpcs)
     monkeypatch.setattr(cute_sm90, "table_of", lambda places, index: SimpleNamespace(data_ptr=lambda: 7))
+    raster_order, swizzle_size, cluster_order = launch
     chosen = candidate(cluster_m=cluster[0], cluster_n=cluster[1], tile_n=256)
-    chosen = chosen.with_launch(
-        **dict(zip(("raster_order", "swizzle_size", "cluster_order"), launch, strict=True))
-    )
-    assert Order.of(chosen, h200, clusters) == order
+    config = config_of(PROBLEMS[0], chosen.with_launch(cluster_order=cluster_order))
+    assert Order.of(config, h200, clusters, swizzle_size, raster_order == "along_m") == order
     assert asked == ([(math.prod(cluster), clusters)] if order.address else [])
 
 

@@ -98,6 +98,21 @@ def stream_tiles(tiles: Any, k_tiles: Any, clusters: Any) -> Any:
     return last + clusters * ((last > 0) & few & (tiles > clusters))
 
 
+def divided(streams: bool, tiles: int, k_tiles: int, split_k: int, resident: int) -> tuple[int, int, int]:
+    """How the tiles of a product are divided; all numbers count clusters.
+
+    streams: whether by stream-K, which ignores `split_k`. resident: clusters that run at the same time.
+    Returns the grid, the k splits of each tile or the tiles that stream-K cuts, and the work units that store
+    partial sums.
+    """
+    if streams:
+        clusters = stream_clusters(tiles, k_tiles, resident)
+        cut = stream_tiles(tiles, k_tiles, clusters)
+        return clusters, cut, cut + clusters if cut else 0
+    work = tiles * split_k
+    return min(work, resident), split_k, work if split_k > 1 else 0
+
+
 def persistent_grid(problem: Problem, candidate: Candidate, device: Device) -> int:
     """The number of blocks of a launch, for the candidate's `ctas`.
 

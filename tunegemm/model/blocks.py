@@ -15,6 +15,7 @@ from typing import Any
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.blocks.config import BlockConfig
+from tunegemm.generate.tiles import divided
 from tunegemm.model.tables import reader_of
 
 _SMS = 132
@@ -73,7 +74,7 @@ class Listed:
             return max(self.block_ns, weight_bytes * active / memory, weight_bytes / of_sm)
 
         resident = _SMS // size
-        clusters, split, units = blocks.division_of(self.config, tiles, k, split_k, resident)
+        clusters, split, units = divided(self.config.streams, tiles, count, split_k, resident)
         if self.config.streams:
             total = _LAUNCH_NS
             total += (tiles - split) // clusters * (count * block(clusters * size) + self.tile_ns)

@@ -18,7 +18,7 @@ from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.generator import Kernels
 from tunegemm.generate.takes import NotTaken, Place, first_objection, not_aligned, wrong_extents
-from tunegemm.generate.tiles import stream_clusters, stream_tiles
+from tunegemm.generate.tiles import divided
 from tunegemm.generate.workspace import Workspace
 
 __all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "kernel_key", "refusal", "tiles_of"]
@@ -69,18 +69,6 @@ def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
     return of_m * -(-across // (config.tile_n * config.cluster_n))
 
 
-def division_of(config: BlockConfig, tiles: int, k: int, split_k: int, resident: int) -> tuple[int, int, int]:
-    """(the grid in clusters, the k splits of each tile or the tiles that stream-K cuts, work units that store
-    partial sums). tiles: `tiles_of` the product. resident: clusters that run at the same time.
-    """
-    if config.streams:
-        clusters = stream_clusters(tiles, -(-k // BLOCK), resident)
-        cut = stream_tiles(tiles, -(-k // BLOCK), clusters)
-        return clusters, cut, cut + clusters if cut else 0
-    work = tiles * split_k
-    return min(work, resident), split_k, work if split_k > 1 else 0
-
-
 class BlockKernel(LoadedKernel[BlockConfig]):
     """A compiled kernel for block-scaled products."""
 
@@ -120,10 +108,9 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         if config.few:
             lines[:2], extents, l2_hint = lines[1::-1], extents[::-1], (3 - l2_hint) % 3
         resident = device.resident_clusters(config.cluster_size)
-        clusters, split, units = division_of(config, tiles_of(config, rows, n), k, split_k, resident)
-        order = Order(0, swizzle_size, 1)
-        if config.gpc_aware:
-            order = Order.of_gpcs(config, device, clusters, swizzle_size, along_m)
+        tiles = tiles_of(config, rows, n)
+        clusters, split, units = divided(config.streams, tiles, -(-k // BLOCK), split_k, resident)
+        order = Order.of(config, device, clusters, swizzle_size, along_m)
         workspace = None
         if units:
             blocks = units * config.cluster_size

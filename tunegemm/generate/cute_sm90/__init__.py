@@ -11,10 +11,10 @@ from tunegemm.compile.cute_object import compiler
 from tunegemm.describe.clusters import places_of, usual_neighbours
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate, Value
+from tunegemm.describe.space import Candidate
 from tunegemm.generate.cute_launch import load_launch
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.cute_sm90.rules import RULES, config_of, resident_clusters
+from tunegemm.generate.cute_sm90.rules import RULES, config_of
 from tunegemm.generate.generator import TileGenerator
 from tunegemm.generate.launching import (
     AddressLauncher,
@@ -24,15 +24,7 @@ from tunegemm.generate.launching import (
     tma_takes,
     words_reader,
 )
-from tunegemm.generate.tiles import (
-    balanced,
-    ordered_sum,
-    seen_by_kernel,
-    stream_clusters,
-    stream_tiles,
-    streams,
-    tile_count,
-)
+from tunegemm.generate.tiles import balanced, divided, ordered_sum, seen_by_kernel, streams, tile_count
 from tunegemm.generate.workspace import Workspace
 
 
@@ -71,18 +63,13 @@ class Division:
         Stream-K always fills the device, as long as each cluster gets a few k tiles.
         """
         size = candidate["cluster_m"] * candidate["cluster_n"]
-        tiles = tile_count(problem, candidate) // size
-        resident = resident_clusters(candidate, device)
+        tiles, k_tiles = tile_count(problem, candidate) // size, -(-problem.k // candidate["tile_k"])
+        resident, splits = device.resident_clusters(size), int(candidate.params.get("split_k", 1))
+        clusters, split, units = divided(streams(candidate), tiles, k_tiles, splits, resident)
+        if not streams(candidate) and candidate["ctas"] == "balanced":
+            clusters = balanced(tiles * splits, resident)
         second = candidate.params.get("reduction", "pairs") == "second_kernel"
-        if streams(candidate):
-            k_tiles = -(-problem.k // candidate["tile_k"])
-            clusters = stream_clusters(tiles, k_tiles, resident)
-            cut = stream_tiles(tiles, k_tiles, clusters)
-            return cls(clusters, cut, cut + clusters if cut else 0, second and cut > 0)
-        splits = int(candidate["split_k"])
-        work = tiles * splits
-        clusters = balanced(work, resident) if candidate["ctas"] == "balanced" else min(resident, work)
-        return cls(clusters, splits, work if splits > 1 else 0, second and splits > 1)
+        return cls(clusters, split, units, second and units > 0)
 
 
 @dataclass(frozen=True)
@@ -102,46 +89,34 @@ class Order:
     """TileGenerator of a block along them."""
 
     @classmethod
-    def of(cls, candidate: Candidate, device: Device, clusters: int) -> Order:
-        """The order that a candidate's `cluster_order` means; by index if the device is not known."""
-        lines = cls(0, int(candidate["swizzle_size"]), 1)
-        if candidate.params.get("cluster_order", "index") == "index" or clusters < 2:
+    def of(
+        cls, config: KernelConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool
+    ) -> Order:
+        """The order for a grid of clusters; by index if the kernel or the device knows nothing of GPCs."""
+        lines = cls(0, swizzle_size, 1)
+        if not config.gpc_aware or clusters < 2:
             return lines
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():  # torch.compile may ask, whose tensors have no memory
-            gpcs = device.gpcs_of_clusters(candidate["cluster_m"] * candidate["cluster_n"], clusters)
+            gpcs = device.gpcs_of_clusters(config.cluster_size, clusters)
             if gpcs is None:
                 return lines
             address = table_of(places_of(gpcs), device.index).data_ptr()
-        rows, columns = block_of_a_gpc(candidate, usual_neighbours(gpcs))
-        across = columns if candidate["raster_order"] == "along_m" else rows
-        across = min(across, int(candidate["swizzle_size"]))
+        rows, columns = block_of_a_gpc(config, usual_neighbours(gpcs))
+        across = min(columns if along_m else rows, swizzle_size)
         return cls(address, across, rows * columns // across)
 
-    @classmethod
-    def of_gpcs(
-        cls, config: KernelConfig, device: Device, clusters: int, swizzle_size: int, along_m: bool
-    ) -> Order:
-        """The order of a kernel without a candidate, in which clusters of one GPC are neighbours."""
-        shape = {name: getattr(config, name) for name in ("tile_m", "tile_n", "cluster_m", "cluster_n")}
-        raster = "along_m" if along_m else "along_n"
-        launch: dict[str, Value] = {
-            "raster_order": raster, "swizzle_size": swizzle_size, "cluster_order": "gpc"
-        }  # fmt: skip
-        return cls.of(Candidate.make("cute_sm90", shape, launch), device, clusters)
 
-
-def block_of_a_gpc(candidate: Candidate, neighbours: int) -> tuple[int, int]:
+def block_of_a_gpc(config: KernelConfig, neighbours: int) -> tuple[int, int]:
     """Rows and columns of the block of cluster tiles for which this many clusters read least, if they read
     lines together."""
-    height = candidate["tile_m"] * candidate["cluster_m"]
-    width = candidate["tile_n"] * candidate["cluster_n"]
+    height, width = config.tile_m * config.cluster_m, config.tile_n * config.cluster_n
 
     def read(rows: int) -> int:
         columns = neighbours // rows
-        a = height * rows * (columns if candidate["cluster_n"] > 1 else 1)
-        return a + width * columns * (rows if candidate["cluster_m"] > 1 else 1)
+        a = height * rows * (columns if config.cluster_n > 1 else 1)
+        return a + width * columns * (rows if config.cluster_m > 1 else 1)
 
     rows = min((rows for rows in range(1, neighbours + 1) if neighbours % rows == 0), key=read)
     return rows, neighbours // rows
@@ -171,10 +146,11 @@ def launcher(
     seen = seen_by_kernel(problem, candidate)
     extents = (seen.m, seen.n, problem.k, problem.batch)
     division = Division.of(problem, candidate, device)
-    order = Order.of(candidate, device, division.clusters)
+    along_m, swizzle_size = candidate["raster_order"] == "along_m", int(candidate["swizzle_size"])
+    order = Order.of(config_of(problem, candidate), device, division.clusters, swizzle_size, along_m)
     schedule = (
-        int(candidate["raster_order"] == "along_m"),
-        int(candidate["swizzle_size"]),
+        int(along_m),
+        swizzle_size,
         order.across,
         order.along,
         division.clusters,

@@ -15,10 +15,9 @@ from tunegemm.generate.cute_sm90.config import (
 from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_depth, rule
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import (
+    divided,
     seen_by_kernel,
     split_work,
-    stream_clusters,
-    stream_tiles,
     streams,
     swapped_rows,
     tile_count,
@@ -59,11 +58,6 @@ _TAKING_TURNS_IN_CLUSTERS = 192
 _ROOMY_ACCUMULATORS = 128
 
 config_of = config_maker(KernelConfig)
-
-
-def resident_clusters(candidate: Candidate, device: Device) -> int:
-    """How many clusters of the candidate's kernel run at once."""
-    return device.resident_clusters(candidate["cluster_m"] * candidate["cluster_n"])
 
 
 @rule("epi_n", "swap_ab", "epilogue")
@@ -310,10 +304,10 @@ def stream_waves(problem: Problem, candidate: Candidate, device: Device) -> str 
     """If tiles fill whole waves, stream-K cuts nothing and does the same as the static scheduler."""
     if not streams(candidate):
         return None
-    tiles = tile_count(problem, candidate) // (candidate["cluster_m"] * candidate["cluster_n"])
-    k_tiles = -(-problem.k // candidate["tile_k"])
-    clusters = stream_clusters(tiles, k_tiles, resident_clusters(candidate, device))
-    if stream_tiles(tiles, k_tiles, clusters) == 0:
+    size = candidate["cluster_m"] * candidate["cluster_n"]
+    tiles, k_tiles = tile_count(problem, candidate) // size, -(-problem.k // candidate["tile_k"])
+    clusters, cut, _ = divided(True, tiles, k_tiles, 1, device.resident_clusters(size))
+    if cut == 0:
         return f"tile_scheduler stream_k: {tiles} tiles fill {tiles // clusters} waves of {clusters} clusters"
     return None
 

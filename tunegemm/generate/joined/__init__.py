@@ -107,18 +107,13 @@ class JoinedKernel(LoadedKernel[KernelConfig]):
         added = [0 if bias is None else bias.data_ptr() for bias in biases]
         added += [0] * (MOST_WEIGHTS - len(added))
         tiles = tiles_of(config, rows, ns[:1] if gated else ns)
-        across, along, table = 1, 1, 0
-        clusters = min(tiles, device.sm_count)
-        if not isinstance(config, GroupedConfig):
-            clusters = min(tiles, device.resident_clusters(config.cluster_size))
-            if config.gpc_aware:
-                order = Order.of_gpcs(config, device, clusters, swizzle_size, along_m)
-                across, along, table = order.across, order.along, order.address
+        clusters = min(tiles, device.resident_clusters(config.cluster_size))
+        order = Order.of(config, device, clusters, swizzle_size, along_m)
         rest = (
             rows, count[0], k, count[1],
             k if rows == 1 else a.stride(0), *strides, sum(count) if rows == 1 else out.stride(0), places[1],
-            count[2], int(along_m), swizzle_size, across, along, clusters, l2_hint,
-            places[2], *added, table,
+            count[2], int(along_m), swizzle_size, order.across, order.along, clusters, l2_hint,
+            places[2], *added, order.address,
         )  # fmt: skip
         function, index, first = self.function, a.device.index, places[0]
 
