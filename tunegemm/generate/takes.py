@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+#: Torch's names of the dtypes that kernels read and write, without ``torch.``.
+TORCHS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "float8_e4m3fn"}
 #: Bytes of one access by TMA, and of the widest vector.
 UNIT_BYTES = 16
 #: Extents must stay below this, and so must strides that a kernel has as int32.
@@ -72,9 +74,9 @@ class Place(NamedTuple):
         return ""
 
 
-def first_objection(places: Iterable[Place], device: torch.device) -> str:
-    """The first objection to one of the operands; empty if there is none."""
-    return next(filter(None, (place.objection(device) for place in places)), "")
+def first_objection(places: Iterable[Place], device: torch.device, **extents: int) -> str:
+    """The first objection to the extents or to one of the operands; empty if there is none."""
+    return wrong_extents(**extents) or next(filter(None, (each.objection(device) for each in places)), "")
 
 
 def wrong_extents(**extents: int) -> str:

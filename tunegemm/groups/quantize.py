@@ -12,11 +12,12 @@ from tunegemm.dispatch.guards import is_lazy, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig, Quantizer
+from tunegemm.generate.takes import TORCHS
 from tunegemm.groups.grouped import are_plain, has_gradient
 
 _FP8 = torch.float8_e4m3fn
 _GATES = (None, "swiglu")
-_DTYPES = {getattr(torch, name): dtype for name, dtype in kernels.DTYPES.items()}
+_DTYPES = {getattr(torch, TORCHS[dtype]): dtype for dtype in kernels.DTYPES}
 _MANTISSA = 0x7FFFFF
 
 #: Values and scales.

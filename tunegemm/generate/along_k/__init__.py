@@ -13,15 +13,7 @@ from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.generator import Kernels
-from tunegemm.generate.takes import (
-    MOST,
-    UNIT_BYTES,
-    NotTaken,
-    Place,
-    first_objection,
-    not_aligned,
-    wrong_extents,
-)
+from tunegemm.generate.takes import MOST, TORCHS, UNIT_BYTES, NotTaken, Place, first_objection, not_aligned
 from tunegemm.generate.workspace import tile_counter
 
 
@@ -61,9 +53,11 @@ class AlongK(LoadedKernel[KernelConfig]):
         a launch raises it for unaligned addresses."""
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
-        if wrong := objection(a, b, offsets) or _output_objection(out, a, b, offsets):
+        if wrong := objection(a, b, offsets):
             raise NotTaken(wrong)
-        groups, m, n = out.shape
+        groups, m, n = shape = offsets.shape[0], a.shape[1], b.shape[1]
+        if wrong := Place("out", out, TORCHS["bf16"], shape, (0, 1, 2)).objection(a.device):
+            raise NotTaken(wrong)
         function, index = self.function, a.device.index
         numbers = (
             m, n, a.shape[0], groups, a.stride(0), b.stride(0), out.stride(1), 0, 0, out.stride(0),
@@ -90,17 +84,12 @@ def objection(a: Any, b: Any, offsets: Any) -> str:
     """Why no kernel takes these operands of `AlongK.launch`, apart from addresses; empty if one does."""
     if (a.ndim, b.ndim, offsets.ndim) != (2, 2, 1):
         return f"a has {a.ndim} dimensions, b {b.ndim}, offsets {offsets.ndim}, not 2, 2 and 1"
-    (rows, m), n, groups, device = a.shape, b.shape[1], offsets.shape[0], a.device
+    (rows, m), n, groups = a.shape, b.shape[1], offsets.shape[0]
     if n % 8 or max(rows, m, n, groups) >= MOST - 2**10:
         return f"n {n} is not a multiple of 8, or an extent of {tuple(a.shape)} x {n} too large"
     places = (
-        Place("a", a, "bfloat16", (rows, m), (0, 1)),
-        Place("b", b, "bfloat16", (rows, n), (0, 1)),
+        Place("a", a, TORCHS["bf16"], (rows, m), (0, 1)),
+        Place("b", b, TORCHS["bf16"], (rows, n), (0, 1)),
         Place("offsets", offsets, "int32", (groups,), (0,), apart=False),
     )
-    return wrong_extents(rows=rows, m=m, n=n, groups=groups) or first_objection(places, device)
-
-
-def _output_objection(out: Any, a: Any, b: Any, offsets: Any) -> str:
-    shape = offsets.shape[0], a.shape[1], b.shape[1]
-    return Place("out", out, "bfloat16", shape, (0, 1, 2)).objection(a.device)
+    return first_objection(places, a.device, rows=rows, m=m, n=n, groups=groups)

@@ -11,12 +11,12 @@ from typing import Any
 
 from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.block_groups.config import BlockGroupConfig
-from tunegemm.generate.blocks import too_far_apart
+from tunegemm.generate.blocks import wrong_scales
 from tunegemm.generate.blocks.config import BLOCK
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.generator import Kernels
 from tunegemm.generate.grouped.operands import output_objection
-from tunegemm.generate.takes import UNIT_BYTES, NotTaken, Place, first_objection, not_aligned, wrong_extents
+from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, Place, first_objection, not_aligned
 
 FAMILY = Kernels(
     folder=Path(__file__).parent,
@@ -79,21 +79,14 @@ def refusal(a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out:
     (rows, k), (groups, n, _) = a.shape, weights.shape
     if n % 8:
         return f"n {n} is not a multiple of 8"
-    fp8 = "float8_e4m3fn"
     places = [
-        Place("a", a, fp8, (rows, k), (0, 1)),
-        Place("the weights", weights, fp8, (groups, n, k), (0, 1, 2)),
+        Place("a", a, TORCHS["fp8_e4m3"], (rows, k), (0, 1)),
+        Place("the weights", weights, TORCHS["fp8_e4m3"], (groups, n, k), (0, 1, 2)),
         Place("offsets", offsets, "int32", (groups,), (0,), apart=False),
     ]
-    if wrong := wrong_extents(rows=rows, n=n, k=k, groups=groups) or first_objection(places, a.device):
-        return wrong
     across, along = -(-n // BLOCK), -(-k // BLOCK)
-    for name, scale, shape in (
-        ("scale_a", scale_a, (rows, along)),
-        ("scale_b", scale_b, (groups, across, along)),
-    ):
-        if (str(scale.dtype), tuple(scale.shape)) != ("torch.float32", shape):
-            return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {shape} torch.float32"
-        if scale.device != a.device:
-            return f"{name} is on {scale.device}, not on {a.device}"
-    return too_far_apart(scale_a) or output_objection(out, a, n, "bf16")
+    return (
+        first_objection(places, a.device, rows=rows, n=n, k=k, groups=groups)
+        or wrong_scales(a.device, scale_a, (rows, along), scale_b, (groups, across, along))
+        or output_objection(out, a, n, "bf16")
+    )

@@ -17,7 +17,7 @@ from tunegemm.generate.blocks.config import BLOCK, BlockConfig
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.generator import Kernels
-from tunegemm.generate.takes import NotTaken, Place, first_objection, not_aligned, wrong_extents
+from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, Place, first_objection, not_aligned
 from tunegemm.generate.tiles import divided
 from tunegemm.generate.workspace import Workspace
 
@@ -28,11 +28,7 @@ FAMILY = Kernels(
     compile=compiler(BlockConfig, "tunegemm.generate.blocks.kernel", 8, addresses=3, words=6),
 )
 kernel_key = FAMILY.key_of
-OUT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_UNIT = 16
-"""TMA's unit in bytes."""
-_IN_MASK = _UNIT - 1
-_SCALE_MASK = 3
+_OUT_DTYPES = [TORCHS[dtype] for dtype in ("bf16", "fp16", "fp32")]
 
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
@@ -95,8 +91,10 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         config = self.config
-        if wrong := refusal(a, weight, scale_a, scale_b, out) or self._objection(out):
+        if wrong := refusal(a, weight, scale_a, scale_b, out):
             raise NotTaken(wrong)
+        if str(out.dtype) != f"torch.{TORCHS[config.out_dtype]}":
+            raise NotTaken(f"an output of {out.dtype} for a kernel of {config.out_dtype}")
         rows, k = a.shape
         n, index = weight.shape[0], a.device.index
         lines = [
@@ -125,10 +123,8 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         function, few, table = self.function, config.few, order.address
 
         def launch_at(a: int, weight: int, scale_a: int, scale_b: int, out: int) -> None:
-            if (a | weight | out) & _IN_MASK:
-                raise not_aligned(a=a, b=weight, out=out)
-            if (scale_a | scale_b) & _SCALE_MASK:
-                raise not_aligned(scale_a=scale_a, scale_b=scale_b)
+            if (a | weight | out) & (UNIT_BYTES - 1) or (scale_a | scale_b) & 3:
+                raise not_aligned(a=a, b=weight, out=out, scale_a=scale_a, scale_b=scale_b)
             if few:
                 a, weight = weight, a
             stream = current_stream(index)
@@ -142,17 +138,17 @@ class BlockKernel(LoadedKernel[BlockConfig]):
 
         return launch_at
 
-    def _objection(self, out: Any) -> str:
-        """Why this kernel does not take operands that other kernels take; empty if it does."""
-        if str(out.dtype) != f"torch.{OUT_DTYPES[self.config.out_dtype]}":
-            return f"an output of {out.dtype} for a kernel of {self.config.out_dtype}"
-        return ""
 
-
-def too_far_apart(scale_a: Any) -> str:
-    """Why kernels do not take A's scales with this layout; empty if they do."""
-    apart = scale_a.stride(0)
-    if scale_a.shape[0] > 1 and apart > MOST_APART:
+def wrong_scales(
+    device: Any, scale_a: Any, shape_a: tuple[int, ...], scale_b: Any, shape_b: tuple[int, ...]
+) -> str:
+    """Why no kernel on a device takes these scales, which must have these shapes; empty if one does."""
+    for name, scale, shape in (("scale_a", scale_a, shape_a), ("scale_b", scale_b, shape_b)):
+        if (str(scale.dtype), tuple(scale.shape)) != ("torch.float32", shape):
+            return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {shape} torch.float32"
+        if scale.device != device:
+            return f"{name} is on {scale.device}, not on {device}"
+    if scale_a.shape[0] > 1 and (apart := scale_a.stride(0)) > MOST_APART:
         return f"rows of scale_a are {apart} elements apart, more than {MOST_APART}"
     return ""
 
@@ -161,24 +157,15 @@ def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
     """Why no kernel here takes these tensors of `BlockKernel.bound`, in one line; empty if one does."""
     if any(each.ndim != 2 for each in (a, weight, scale_a, scale_b, out)):
         return "an operand that is not a matrix"
-    (rows, k), n = a.shape, weight.shape[0]
-    if wrong := wrong_extents(rows=rows, n=n, k=k):
-        return wrong
-    out_dtype = str(out.dtype).removeprefix("torch.")
-    if out_dtype not in OUT_DTYPES.values():
-        return f"an output of {out.dtype}, not of {', '.join(OUT_DTYPES.values())}"
-    fp8 = "float8_e4m3fn"
-    blocks = -(-k // BLOCK)
+    (rows, k), n, out_dtype = a.shape, weight.shape[0], str(out.dtype).removeprefix("torch.")
+    if out_dtype not in _OUT_DTYPES:
+        return f"an output of {out.dtype}, not of {', '.join(_OUT_DTYPES)}"
     places = [
-        Place("a", a, fp8, (rows, k), (0, 1), apart=rows > 1),
-        Place("the weight", weight, fp8, (n, k), (0, 1), apart=n > 1),
+        Place("a", a, TORCHS["fp8_e4m3"], (rows, k), (0, 1), apart=rows > 1),
+        Place("the weight", weight, TORCHS["fp8_e4m3"], (n, k), (0, 1), apart=n > 1),
         Place("the output", out, out_dtype, (rows, n), (0, 1), apart=rows > 1),
     ]
-    if wrong := first_objection(places, a.device):
-        return wrong
-    for name, scale, lines in (("scale_a", scale_a, rows), ("scale_b", scale_b, -(-n // BLOCK))):
-        if (str(scale.dtype), tuple(scale.shape)) != ("torch.float32", (lines, blocks)):
-            return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {(lines, blocks)} torch.float32"
-        if scale.device != a.device:
-            return f"{name} is on {scale.device}, not on {a.device}"
-    return too_far_apart(scale_a)
+    across, along = -(-n // BLOCK), -(-k // BLOCK)
+    return first_objection(places, a.device, rows=rows, n=n, k=k) or wrong_scales(
+        a.device, scale_a, (rows, along), scale_b, (across, along)
+    )

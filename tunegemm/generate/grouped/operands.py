@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tunegemm.generate.takes import UNIT_BYTES, Place, first_objection, wrong_extents
+from tunegemm.generate.takes import TORCHS, UNIT_BYTES, Place, first_objection
 
 if TYPE_CHECKING:
     import torch
-
-#: Torch's names of dtypes.
-TORCHS = {"bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn"}
 
 
 def objection(
@@ -24,7 +21,7 @@ def objection(
     """
     if (a.ndim, weights.ndim, offsets.ndim) != (2, 3, 1):
         return f"a has {a.ndim} dimensions, weights {weights.ndim}, offsets {offsets.ndim}, not 2, 3 and 1"
-    (rows, k), (groups, n, _), device = a.shape, weights.shape, a.device
+    (rows, k), (groups, n, _) = a.shape, weights.shape
     scaled, name = dtype.startswith("fp8"), TORCHS[dtype]
     if scaled != (scales is not None) or (scaled and bias is None):
         return f"{dtype} operands {'need' if scaled else 'have no'} scales"
@@ -43,7 +40,7 @@ def objection(
     if bias is not None:
         of_bias = "float32" if scaled else name
         places.append(Place("bias", bias, of_bias, (groups, n), (0, 1), unit_bytes=1, apart=False))
-    return wrong_extents(rows=rows, k=k, groups=groups, n=n) or first_objection(places, device)
+    return first_objection(places, a.device, rows=rows, k=k, groups=groups, n=n)
 
 
 def output_objection(out: torch.Tensor, a: torch.Tensor, n: int, dtype: str, *, packed: bool = False) -> str:

@@ -19,13 +19,22 @@ from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.generator import Kernels, Key
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
-from tunegemm.generate.takes import MOST, MOST_STRIDE_BYTES, UNIT_BYTES, NotTaken, not_aligned
+from tunegemm.generate.takes import (
+    MOST,
+    MOST_STRIDE_BYTES,
+    TORCHS,
+    UNIT_BYTES,
+    NotTaken,
+    Place,
+    first_objection,
+    not_aligned,
+)
 
 __all__ = ["FAMILY", "MOST_WEIGHTS", "JoinedKernel", "few", "kernel_key", "many", "refusal", "tiles_of"]
 
 MOST_WEIGHTS = 3
 """The most weights of a product. A gated product has two."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_DTYPES = [TORCHS[dtype] for dtype in ("bf16", "fp16")]
 _UNIT = 8
 """Elements in 16 bytes, the unit of TMA and of the stores."""
 FORMS: Mapping[str, type[KernelConfig]] = {"few": GroupedConfig, "many": KernelConfig}
@@ -127,7 +136,7 @@ class JoinedKernel(LoadedKernel[KernelConfig]):
     def _objection(self, a: Any, weights: Sequence[Any], biases: Sequence[Any]) -> str:
         """Why this kernel does not take operands that other kernels take; empty if it does."""
         config = self.config
-        if str(a.dtype) != f"torch.{_DTYPES[config.in_dtype]}":
+        if str(a.dtype) != f"torch.{TORCHS[config.in_dtype]}":
             return f"operands of {a.dtype} for a kernel of {config.in_dtype}"
         if isinstance(config, GroupedConfig):
             return ""
@@ -139,52 +148,43 @@ class JoinedKernel(LoadedKernel[KernelConfig]):
 
 def refusal(
     a: Any, weights: Sequence[Any], out: Any, biases: Sequence[Any] = (), *, gated: bool = False
-) -> str | None:
-    """Why no kernel here takes these tensors, in one line; None if one does.
-
-    The operands are those of `JoinedKernel.bound`.
-    """
+) -> str:
+    """Why no kernel here takes these tensors of `JoinedKernel.bound`, in one line; empty if one does."""
     if not (len(weights) == 2 if gated else 1 <= len(weights) <= MOST_WEIGHTS):
         return f"{len(weights)} weights; a gate has 2, other products have 1 to {MOST_WEIGHTS}"
     if biases and len(biases) != len(weights):
         return f"{len(biases)} biases for {len(weights)} weights"
-    tensors = [a, *weights, out, *(bias for bias in biases if bias is not None)]
-    if str(a.dtype) not in ("torch.bfloat16", "torch.float16") or {x.dtype for x in tensors} != {a.dtype}:
-        return f"dtypes {', '.join(str(each.dtype) for each in tensors)}: not all bf16, or all fp16"
-    if len({each.device for each in tensors}) > 1:
-        return f"operands on {', '.join(sorted({str(each.device) for each in tensors}))}"
     if any(each.ndim != 2 for each in (a, *weights, out)):
         return "an operand that is not a matrix"
+    dtype = str(a.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        return f"operands of {a.dtype}, not of {' or '.join(_DTYPES)}"
     rows, k = a.shape
-    ns = [weight.shape[0] for weight in weights]
-    if any(weight.shape[1] != k for weight in weights) or (gated and ns[0] != ns[1]):
-        return f"weights of {', '.join('x'.join(map(str, weight.shape)) for weight in weights)} for K {k}"
+    ns = [weights[0].shape[0]] * 2 if gated else [weight.shape[0] for weight in weights]
     columns = ns[0] if gated else sum(ns)
-    if tuple(out.shape) != (rows, columns):
-        return f"an output of {tuple(out.shape)}, not {(rows, columns)}"
     if not rows or any(not n or n % _UNIT for n in (k, *ns)) or max(rows, columns * 2, k) >= MOST:
         return f"{rows} rows, K {k}, N {', '.join(map(str, ns))}: K and each N are multiples of {_UNIT}"
-    for name, matrix in (("a", a), *(("a weight", weight) for weight in weights), ("the output", out)):
-        if reason := _misaligned(matrix):
-            return f"{name} {reason}"
-    for n, bias in zip(ns, biases, strict=False):
-        if bias is not None and (tuple(bias.shape) != (n,) or (n > 1 and bias.stride(0) != 1)):
-            return f"a bias of {tuple(bias.shape)}, strides {bias.stride()}, for N {n}"
+    matrices = [("a", a, (rows, k))]
+    matrices += [("a weight", weight, (n, k)) for weight, n in zip(weights, ns, strict=True)]
+    matrices.append(("the output", out, (rows, columns)))
+    places = [
+        # The stride of one line has no meaning.
+        Place(name, matrix, dtype, shape, (0, 1), UNIT_BYTES if shape[0] > 1 else 1, apart=shape[0] > 1)
+        for name, matrix, shape in matrices
+    ]
+    places += [
+        Place("a bias", bias, dtype, (n,), (0,), apart=False)
+        for n, bias in zip(ns, biases, strict=False)
+        if bias is not None
+    ]
+    if wrong := first_objection(places, a.device):
+        return wrong
+    for name, matrix, _ in matrices:
+        if matrix.data_ptr() % UNIT_BYTES:
+            return f"{name} begins at {matrix.data_ptr():#x}, not at a multiple of {UNIT_BYTES} bytes"
     if gated:
         gate, up = weights
         apart = abs(gate.data_ptr() - up.data_ptr())
         if apart >= MOST_STRIDE_BYTES or gate.stride(0) != up.stride(0) or gate.data_ptr() == up.data_ptr():
             return f"gate and up {apart} bytes apart, of row strides {gate.stride(0)} and {up.stride(0)}"
-    return None
-
-
-def _misaligned(matrix: Any) -> str:
-    """Why TMA cannot read or write a matrix; empty if it can."""
-    if matrix.data_ptr() % UNIT_BYTES:
-        return f"begins at {matrix.data_ptr():#x}, not at a multiple of 16 bytes"
-    if matrix.stride(1) != 1:
-        return f"has strides {matrix.stride()}: its columns are not contiguous"
-    stride = matrix.stride(0)
-    if matrix.shape[0] > 1 and (stride % _UNIT or not matrix.shape[1] <= stride < MOST_STRIDE_BYTES // 2):
-        return f"has a row stride of {stride}, not a multiple of {_UNIT} from {matrix.shape[1]} on"
     return ""

@@ -13,7 +13,7 @@ from tunegemm.compile.cute_object import compiler
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.generator import Kernels
 from tunegemm.generate.quantize.config import BLOCK, EPSILON, LARGEST, VECTOR, QuantizeConfig
-from tunegemm.generate.takes import UNIT_BYTES, NotTaken, not_aligned, wrong_extents
+from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, not_aligned, wrong_extents
 
 __all__ = ["BLOCK", "CONFIGS", "EPSILON", "FAMILY", "LARGEST", "QuantizeConfig", "Quantizer", "kernel_key"]
 
@@ -22,10 +22,10 @@ FAMILY = Kernels(
     compile=compiler(QuantizeConfig, "tunegemm.generate.quantize.kernel", 0, addresses=0, words=0),
 )
 kernel_key = FAMILY.key_of
-#: The input's dtypes, by torch's names.
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+#: The input's dtypes.
+DTYPES = ("bf16", "fp16", "fp32")
 #: All kernels; all ship.
-CONFIGS = tuple(QuantizeConfig(dtype, gated) for dtype in DTYPES.values() for gated in (False, True))
+CONFIGS = tuple(QuantizeConfig(dtype, gated) for dtype in DTYPES for gated in (False, True))
 
 
 class Quantizer(LoadedKernel[QuantizeConfig]):
@@ -44,7 +44,7 @@ class Quantizer(LoadedKernel[QuantizeConfig]):
 
         if wrong := refusal(x, self.config.gated):
             raise NotTaken(wrong)
-        if DTYPES[str(x.dtype).removeprefix("torch.")] != self.config.dtype:
+        if str(x.dtype) != f"torch.{TORCHS[self.config.dtype]}":
             raise NotTaken(f"x is {x.dtype} for a kernel of {self.config.dtype}")
         (rows, k), index, function = values.shape, x.device.index, self.function
         fixed = rows, k, int(power_of_two), 0, x.stride(0), values.stride(0), *scales.stride(), 0, 0
@@ -59,9 +59,8 @@ class Quantizer(LoadedKernel[QuantizeConfig]):
 
 def refusal(x: Any, gated: bool) -> str:
     """Why no kernel quantises a tensor, in one line; empty if one does."""
-    dtype = str(x.dtype).removeprefix("torch.")
-    if x.ndim != 2 or dtype not in DTYPES:
-        return f"x has {x.ndim} dimensions of {dtype}, not 2 of {', '.join(DTYPES)}"
+    if x.ndim != 2 or str(x.dtype) not in {f"torch.{TORCHS[dtype]}" for dtype in DTYPES}:
+        return f"x has {x.ndim} dimensions of {x.dtype}, not 2 of {', '.join(DTYPES)}"
     rows, k = x.shape[0], x.shape[1] // (1 + gated)
     if wrong := wrong_extents(rows=rows, k=k):
         return wrong
