@@ -16,7 +16,6 @@ from tunegemm.generate.launching import (
     AddressLauncher,
     operand_reader,
     through_aligned_copies,
-    tma_reader,
     tma_takes,
     words_binder,
     words_reader,
@@ -42,7 +41,7 @@ REFUSED = [
 def test_the_kernel_sees_aligned_operands_and_the_result_comes_back(problem: Problem) -> None:
     assert not tma_takes(problem)
     operands = make_operands(problem, torch.device("cpu"), 0)
-    read = tma_reader(problem)
+    read = operand_reader(problem)
 
     def kernel(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         read(a, b, out)  # raises where TMA would
@@ -80,7 +79,7 @@ def test_nothing_is_stored_beyond_a_view_of_the_output(problem: Problem, gap: in
     rows, unit = problem.out_major == "n", 16 // out.element_size()
 
     def kernel(a: torch.Tensor, b: torch.Tensor, to: torch.Tensor, *_: torch.Tensor) -> None:
-        tma_reader(problem)(a, b, to)
+        operand_reader(problem)(a, b, to)
         lines = to if rows else to.mT
         extent = -(-lines.shape[-1] // unit) * unit
         room = lines.untyped_storage().nbytes() // lines.element_size() - lines.storage_offset()
@@ -143,9 +142,9 @@ def test_addresses_and_leading_dimensions_in_units_are_read(
     given[operand] = room.as_strided(given[operand].shape, strides, offset)
     if reads is None:
         with pytest.raises(NotTaken, match="multiple"):
-            tma_reader(problem)(**given)
+            operand_reader(problem)(**given)
         return
-    places = tma_reader(problem)(**given)
+    places = operand_reader(problem)(**given)
     assert places[:3] == tuple(tensor.data_ptr() for tensor in given.values())
     assert places[3 + list(given).index(operand)] == reads
 
@@ -157,9 +156,9 @@ def test_batch_entries_are_in_units_apart(step: int, reads: int | None) -> None:
     a = torch.empty(2048, dtype=made.a.dtype).as_strided((3, 4, 16), (step, 16, 1))
     if reads is None:
         with pytest.raises(NotTaken, match="batch stride 68 is not a multiple of 8"):
-            tma_reader(problem)(a, made.b, made.out)
+            operand_reader(problem)(a, made.b, made.out)
     else:
-        assert tma_reader(problem)(a, made.b, made.out)[6:] == (reads, 24 * 16, 4 * 24)
+        assert operand_reader(problem)(a, made.b, made.out)[6:] == (reads, 24 * 16, 4 * 24)
     alone = make_operands(Problem(4, 24, 15), torch.device("cpu"), 0)
     assert operand_reader(Problem(4, 24, 15), 2, 2)(alone.a, alone.b, alone.out)[6:] == (60, 360, 96)
 

@@ -85,13 +85,8 @@ class AddressLauncher:
         self.of(a, b, out)(a.data_ptr(), b.data_ptr(), out.data_ptr(), *words)
 
 
-def tma_reader(problem: Problem) -> Reader:
-    """An `operand_reader` for TMA: addresses and strides must be multiples of 16 bytes."""
-    return operand_reader(problem, 16, 16)
-
-
-def operand_reader(problem: Problem, in_bytes: int, out_bytes: int) -> Reader:
-    """A function that returns the `Places` of (a, b, out).
+def operand_reader(problem: Problem, in_bytes: int = 16, out_bytes: int = 16) -> Reader:
+    """A function that returns the `Places` of (a, b, out); by default for TMA, whose units have 16 bytes.
 
     It raises NotTaken if addresses or strides of A and B are not multiples of `in_bytes`, or those of D not
     of `out_bytes`: the kernel would fault.

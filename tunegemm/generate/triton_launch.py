@@ -27,7 +27,7 @@ from tunegemm.generate.launching import (
     Launcher,
     Reader,
     never_unloaded,
-    tma_reader,
+    operand_reader,
 )
 from tunegemm.generate.takes import UNIT_BYTES, not_aligned
 from tunegemm.generate.tiles import persistent_grid, seen_by_kernel
@@ -178,7 +178,7 @@ def load_launcher(
         return launch
 
     make.keep = never_unloaded  # type: ignore[attr-defined]
-    return AddressLauncher(read or tma_reader(problem), make)
+    return AddressLauncher(read or operand_reader(problem), make)
 
 
 def scalars_of(seen: Problem, candidate: Candidate) -> dict[str, int]:

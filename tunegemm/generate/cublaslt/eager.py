@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from tunegemm.describe.epilogue import GATED
@@ -12,7 +11,9 @@ from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt.products import (
     fits_library,
     fp8_product,
+    has_own_dtype,
     library_multiplies_fp8,
+    multiply_of,
     plain_product,
     with_tf32,
 )
@@ -136,7 +137,7 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
 
         return of_int8, ()
     many = problem.batch > 1
-    same = problem.out_dtype == ("fp32" if problem.in_dtype == "tf32" else problem.in_dtype)
+    same = has_own_dtype(problem)
     if "beta_c" in steps and same and not {"scale_tensor", "scale_rowwise"} & set(steps):
         add = torch.baddbmm if many else torch.addmm
 
@@ -150,9 +151,7 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
             return torch.addmm(given["bias"], a, b, out=out)
 
         return with_bias, ("bias_n",)
-    mm = torch.bmm if many else torch.mm
-    if problem.out_dtype == "fp32" and not same:
-        mm = partial(mm, out_dtype=torch.float32)
+    mm = multiply_of(problem)
     return lambda a, b, given, out: mm(a, b) if out is None else mm(a, b, out=out), ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.precision import computing_fp32_in
@@ -38,24 +39,28 @@ def plain_product(problem: Problem) -> Launcher:
     return _plain(problem)
 
 
-def _plain(problem: Problem) -> Launcher:
+def has_own_dtype(problem: Problem) -> bool:
+    """Whether torch gives the product the output's dtype by itself."""
+    return problem.out_dtype == ("fp32" if problem.in_dtype == "tf32" else problem.in_dtype)
+
+
+def multiply_of(problem: Problem) -> Callable[..., Any]:
+    """torch.mm, or torch.bmm with a batch; with fp32 results where only the output is fp32."""
     import torch
 
     multiply = torch.mm if problem.batch == 1 else torch.bmm
-    own_dtype = "fp32" if problem.in_dtype == "tf32" else problem.in_dtype
-    if problem.out_dtype == own_dtype:
+    if problem.out_dtype == "fp32" and not has_own_dtype(problem):
+        return partial(multiply, out_dtype=torch.float32)
+    return multiply
 
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+
+def _plain(problem: Problem) -> Launcher:
+    multiply, writes = multiply_of(problem), problem.out_dtype == "fp32" or has_own_dtype(problem)
+
+    def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        if writes:
             multiply(a, b, out=out)
-
-    elif problem.out_dtype == "fp32":
-
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-            multiply(a, b, out_dtype=torch.float32, out=out)
-
-    else:
-
-        def launch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        else:
             out.copy_(multiply(a, b))
 
     return launch

@@ -19,8 +19,8 @@ from tunegemm.generate.generator import TileGenerator
 from tunegemm.generate.launching import (
     AddressLauncher,
     Launcher,
+    operand_reader,
     through_aligned_copies,
-    tma_reader,
     tma_takes,
     words_reader,
 )
@@ -159,9 +159,8 @@ def launcher(
         l2_hint(candidate),
     )
     make = load_launch(artifact, candidate, device, workspace, extents, schedule, (order.address,))
-    launch = AddressLauncher(
-        tma_reader(problem), make, words_reader(problem) if problem.fused.words else None
-    )
+    words = words_reader(problem) if problem.fused.words else None
+    launch = AddressLauncher(operand_reader(problem), make, words)
     return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
 
 
