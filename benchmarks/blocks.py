@@ -37,10 +37,10 @@ from benchmarks.graphs import Graph, Side, begin, race, within
 from benchmarks.results import Results, report
 from tunegemm.describe.device import Device
 from tunegemm.errors import one_line
-from tunegemm.generate import block_groups, blocks
+from tunegemm.generate import block_groups, blocks, quantize
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK, BlockKernel
-from tunegemm.generate.quantize import QuantizeConfig, Quantizer, kernel_key
+from tunegemm.generate.quantize import QuantizeConfig, Quantizer
 from tunegemm.model.block_groups import choose as choose_of_groups
 from tunegemm.model.block_groups import listed as listed_of_groups
 from tunegemm.model.blocks import candidates, choose, splits_of
@@ -172,7 +172,7 @@ def quantiser(
 ) -> Callable[[], None]:
     """The launch of `tunegemm.quantize`'s kernel for bf16 into these tensors, in any layout."""
     config = QuantizeConfig("bf16")
-    artifact = provided.of(kernel_key(config))
+    artifact = provided.of(quantize.FAMILY.key_of(config))
     assert artifact is not None
     launch = Quantizer.load(config, artifact.path).bound(x, values, scales)
     return lambda: launch(x.data_ptr(), values.data_ptr(), scales.data_ptr())
@@ -290,7 +290,7 @@ def measure(case: Case, run: Run) -> dict[str, Any]:
         is_chosen = choice is not None and each.name == choice.name
         if not each.first_row <= rows <= each.last_row or not (every or is_chosen):
             continue
-        if (artifact := run.provided.of(blocks.kernel_key(each.config))) is None:
+        if (artifact := run.provided.of(blocks.FAMILY.key_of(each.config))) is None:
             continue
         kernel = BlockKernel.load(each.config, artifact.path)
         for split in splits_of(each.config, rows, n, k):
@@ -352,7 +352,7 @@ def measure_groups(case: Case, experts: Experts, run: Run) -> dict[str, Any]:
     peers = peers_of_groups(experts, a, scale_a, divisions)
     sides |= {name: side for name, (side, _) in peers.items()}
     for config in listed_of_groups() if run.options.every else ():
-        if (artifact := run.provided.of(block_groups.kernel_key(config))) is None:
+        if (artifact := run.provided.of(block_groups.FAMILY.key_of(config))) is None:
             continue
         launch = BlockGroupKernel.load(config, artifact.path).bound(
             a, weights, scale_a, scales, ends[0], out, blocks=run.device.sm_count

@@ -209,15 +209,15 @@ class Case:
         results: dict[str, Side] = {}
         provided = provide_grouped(self.kind, every=self.kind != "along_k")
         for config, maker, ways in self.listed():
-            if (artifact := provided.of(maker.kernel_key(config))) is not None:
-                kernel = maker.Kernel.load(config, artifact.path)
+            if (artifact := provided.of(maker.key_of(config))) is not None:
+                kernel = maker.kernel(config, artifact.path)
                 for way in ways:
                     name = " ".join([config.label, *(f"{word[0]}{value}" for word, value in way.items())])
                     results[name] = partial(self.launched, kernel, way)
         return results
 
     def listed(self) -> Iterator[tuple[Any, Any, tuple[dict[str, int], ...]]]:
-        """Of each of these its config, the module that compiles it, and the ways to launch it."""
+        """Of each of these its config, its family, and the ways to launch it."""
         for config in configs(self.kind).values():
             if is_raced(config, len(self.a), len(self.weights)):
                 yield config, maker_of(config), launches(config, len(self.a))

@@ -91,7 +91,7 @@ _compiled = cache(provide_joined)
 
 def kernel_of(listed: Listed) -> JoinedKernel | None:
     """A kernel, compiled where it does not ship; None where it cannot be compiled."""
-    key = joined.kernel_key(listed.choice.config)
+    key = joined.FAMILY.key_of(listed.choice.config)
     artifact = packs.find(key) or _compiled().of(key)
     return None if artifact is None else JoinedKernel.load(listed.choice.config, artifact.path)
 

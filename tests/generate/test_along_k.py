@@ -15,7 +15,7 @@ CONFIGS = listed_along_k()
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
-    keys = [along_k.kernel_key(config) for config in CONFIGS]
+    keys = [along_k.FAMILY.key_of(config) for config in CONFIGS]
     assert len({tuple(sorted(key.items())) for key in keys}) == len(keys) > 0
     for config, key in zip(CONFIGS, keys, strict=True):
         assert KernelConfig.from_mapping(key) == config and key["family"] == along_k.FAMILY.name
@@ -44,6 +44,6 @@ def test_it_compiles_without_warnings(config: KernelConfig, tmp_path: Path) -> N
     """Warning C7511: ptxas serialises WGMMAs."""
     if (missing := along_k.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = along_k.FAMILY.compile(along_k.kernel_key(config), tmp_path / "kernel.o")
+    report = along_k.FAMILY.compile(along_k.FAMILY.key_of(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes <= SMEM_LIMIT

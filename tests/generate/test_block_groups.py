@@ -26,7 +26,7 @@ CONFIGS = listed()
 def test_it_compiles_without_warnings(config: BlockGroupConfig, tmp_path: Path) -> None:
     if (missing := block_groups.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = block_groups.FAMILY.compile(block_groups.kernel_key(config), tmp_path / "kernel.o")
+    report = block_groups.FAMILY.compile(block_groups.FAMILY.key_of(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert config.smem_bytes <= report.smem_bytes <= SMEM_LIMIT
 

@@ -24,7 +24,7 @@ MANY = next(config for config in CONFIGS if config.atoms_per_warpgroup > 1)
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
-    keys = [blocks.kernel_key(config) for config in CONFIGS]
+    keys = [blocks.FAMILY.key_of(config) for config in CONFIGS]
     assert len({tuple(sorted(key.items())) for key in keys}) == len(keys) > 0
     for config, key in zip(CONFIGS, keys, strict=True):
         assert BlockConfig.from_mapping(key) == config
@@ -66,7 +66,7 @@ def test_it_compiles_without_warnings(config: BlockConfig, tmp_path: Path) -> No
     """Warning C7511: ptxas serialises WGMMAs."""
     if (missing := blocks.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = blocks.FAMILY.compile(blocks.kernel_key(config), tmp_path / "kernel.o")
+    report = blocks.FAMILY.compile(blocks.FAMILY.key_of(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes == config.smem_bytes
 

@@ -23,7 +23,7 @@ SHIPPED = [config for config in listed() if isinstance(config, DrawnConfig | Par
 def test_kernels_that_ship_keep_their_names() -> None:
     source = kernel_source_hash("grouped")
     for config in configs("bf16").values():
-        key = maker_of(config).kernel_key(config)
+        key = maker_of(config).key_of(config)
         assert type(config).from_mapping(key) == config
         assert (key["source"] == source) == (type(config) is GroupedConfig), "only these are of its sources"
 
@@ -35,7 +35,7 @@ def test_it_compiles_without_warnings(config: DrawnConfig | PartedConfig, tmp_pa
     if (missing := grouped.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
     maker = maker_of(config)
-    report = maker.FAMILY.compile(maker.kernel_key(config), tmp_path / "kernel.o")
+    report = maker.compile(maker.key_of(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes <= SMEM_LIMIT
     assert 0 <= report.smem_bytes - config.smem_bytes - config.extra_bytes <= 2048, "alignment"

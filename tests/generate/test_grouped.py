@@ -9,7 +9,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate import families, grouped
-from tunegemm.generate.grouped import FAMILY, config_of, kernel_key
+from tunegemm.generate.grouped import FAMILY, config_of
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.sources import hash_of_code
 from tunegemm.model.grouped import GroupedChoice, candidate_of, kinds, listed
@@ -88,7 +88,7 @@ def test_a_tuned_kernel_is_the_object_that_ships(h200: Device) -> None:
         candidate = candidate_of(GroupedChoice(config, 8, 0))
         assert FAMILY.check(problem, candidate, h200).runs
         assert config_of(problem, candidate) == config
-        assert FAMILY.kernel_key(problem, candidate, h200) == kernel_key(config)
+        assert FAMILY.kernel_key(problem, candidate, h200) == FAMILY.key_of(config)
 
 
 def test_its_hash_is_of_the_parts_that_it_takes_from_cute_sm90() -> None:

@@ -27,7 +27,7 @@ BF16 = torch.bfloat16
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
-    keys = [joined.kernel_key(config) for config in CONFIGS]
+    keys = [joined.FAMILY.key_of(config) for config in CONFIGS]
     assert len({tuple(sorted(key.items())) for key in keys}) == len(keys) > 0
     for config, key in zip(CONFIGS, keys, strict=True):
         assert joined.FORMS[str(key["form"])].from_mapping(key) == config
@@ -46,7 +46,7 @@ def test_it_compiles_without_warnings(config: KernelConfig, tmp_path: Path) -> N
     """Warning C7511: ptxas serialises WGMMAs."""
     if (missing := joined.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = joined.FAMILY.compile(joined.kernel_key(config), tmp_path / "kernel.o")
+    report = joined.FAMILY.compile(joined.FAMILY.key_of(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.smem_bytes <= SMEM_LIMIT
 

@@ -17,7 +17,7 @@ VALUES, SCALES = torch.empty(5, 400, dtype=torch.float8_e4m3fn), torch.empty(4, 
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
-    keys = [quantize.kernel_key(config) for config in CONFIGS]
+    keys = [quantize.FAMILY.key_of(config) for config in CONFIGS]
     assert len({tuple(sorted(key.items())) for key in keys}) == len(keys) == 6
     assert [QuantizeConfig.from_mapping(key) for key in keys] == list(CONFIGS)
 
@@ -27,7 +27,7 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
 def test_it_compiles_without_spills(config: QuantizeConfig, tmp_path: Path) -> None:
     if (missing := quantize.FAMILY.unavailable()) is not None:
         pytest.skip(missing)
-    report = quantize.FAMILY.compile(quantize.kernel_key(config), tmp_path / "kernel.o")
+    report = quantize.FAMILY.compile(quantize.FAMILY.key_of(config), tmp_path / "kernel.o")
     assert report.spill_bytes == 0 and report.warnings == ()
     assert report.registers is not None and report.registers <= 96
 

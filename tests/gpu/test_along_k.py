@@ -42,7 +42,7 @@ def loaded() -> dict[str, AlongK]:
     assert not provided.failures
     found = {}
     for config in listed_along_k():
-        artifact = provided.of(along_k.kernel_key(config))
+        artifact = provided.of(along_k.FAMILY.key_of(config))
         assert artifact is not None and artifact.resources.spill_bytes == 0, config.label
         assert not artifact.resources.warnings, config.label
         found[config.label] = AlongK.load(config, artifact.path)

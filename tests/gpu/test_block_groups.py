@@ -35,7 +35,7 @@ CASES = (
 @cache
 def kernel_of(config: BlockGroupConfig) -> BlockGroupKernel:
     """A kernel, compiled where it does not ship."""
-    key = block_groups.kernel_key(config)
+    key = block_groups.FAMILY.key_of(config)
     artifact = packs.find(key) or compiled().of(key)
     assert artifact is not None and artifact.resources.spill_bytes == 0, config.label
     return BlockGroupKernel.load(config, artifact.path)

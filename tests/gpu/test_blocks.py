@@ -44,7 +44,7 @@ def named(config: BlockConfig) -> str:
 @cache
 def kernel_of(config: BlockConfig) -> BlockKernel:
     """A kernel, compiled where it does not ship."""
-    key = blocks.kernel_key(config)
+    key = blocks.FAMILY.key_of(config)
     artifact = packs.find(key) or compiled().of(key)
     assert artifact is not None and artifact.resources.spill_bytes == 0, named(config)
     return BlockKernel.load(config, artifact.path)

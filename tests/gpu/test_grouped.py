@@ -44,9 +44,9 @@ def of_kind(kind: str) -> dict[str, GroupedKernel]:
     assert not provided.failures
     found = {}
     for config in listed(kind=kind):
-        artifact = provided.of(maker_of(config).kernel_key(config))
+        artifact = provided.of(maker_of(config).key_of(config))
         assert artifact is not None and artifact.resources.spill_bytes == 0, config.label
-        found[config.label] = maker_of(config).Kernel.load(config, artifact.path)
+        found[config.label] = maker_of(config).kernel(config, artifact.path)
     return found
 
 

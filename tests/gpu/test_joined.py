@@ -48,7 +48,7 @@ def named(config: KernelConfig) -> str:
 @cache
 def kernel_of(config: KernelConfig) -> JoinedKernel:
     """A kernel, compiled where it does not ship."""
-    key = joined.kernel_key(config)
+    key = joined.FAMILY.key_of(config)
     artifact = packs.find(key) or compiled().of(key)
     assert artifact is not None and artifact.resources.spill_bytes == 0, named(config)
     return JoinedKernel.load(config, artifact.path)

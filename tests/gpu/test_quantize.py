@@ -28,7 +28,7 @@ SHAPES = ((1, 8), (1, 7168), (2, 128), (3, 136), (4, 256), (5, 400), (64, 264), 
 
 @cache
 def compiled() -> Provided:
-    provided = provide_keys({each: ("quantize", kernels.kernel_key(each)) for each in CONFIGS})
+    provided = provide_keys({each: ("quantize", kernels.FAMILY.key_of(each)) for each in CONFIGS})
     assert not provided.failures
     return provided
 
@@ -36,7 +36,7 @@ def compiled() -> Provided:
 @cache
 def kernel_of(config: QuantizeConfig) -> Quantizer:
     """A kernel, compiled where it does not ship."""
-    key = kernels.kernel_key(config)
+    key = kernels.FAMILY.key_of(config)
     artifact = packs.find(key) or compiled().of(key)
     assert artifact is not None and artifact.resources.spill_bytes == 0
     return Quantizer.load(config, artifact.path)

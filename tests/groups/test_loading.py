@@ -42,7 +42,7 @@ def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
         return lambda *launched: bound.append(launched)
 
     monkeypatch.setattr(extension, "device_of", lambda place: device)
-    monkeypatch.setattr(extension, "loaded", lambda maker, load, config, place: SimpleNamespace(of=of))
+    monkeypatch.setattr(extension, "loaded", lambda maker, config, place: SimpleNamespace(of=of))
     monkeypatch.setattr(grouped.routing, "few", lambda config, index: ("few", config, index))
     monkeypatch.setattr(grouped, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or nullcontext())
@@ -63,18 +63,22 @@ def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
 def test_a_kernel_of_routing_is_loaded_once_it_is_compiled(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, artifact: str | None, loads: bool | None
 ) -> None:
-    kernels = SimpleNamespace(
-        FAMILY=SimpleNamespace(name="routing", cannot_launch=lambda device: reason),
-        kernels=lambda: {"gate": "key"},
-        load=lambda path, index: (path, index),
-    )  # fmt: skip
-    monkeypatch.setattr(routing, "kernels", kernels)
-    monkeypatch.setattr(routing, "find_device", lambda spec: H200)
-    monkeypatch.setattr(
-        routing, "compiled", lambda family, key: None if artifact is None else SimpleNamespace(path=artifact)
+    family = SimpleNamespace(
+        name=f"routing {reason} {artifact}",  # what is loaded once is kept by name
+        cannot_launch=lambda device: reason,
+        key_of=lambda name: f"key of {name}",
+        kernel=lambda name, path: (name, path),
     )
+    asked: list[Any] = []
+    found = None if artifact is None else SimpleNamespace(path=artifact)
+    monkeypatch.setattr(routing.kernels, "FAMILY", family)
+    monkeypatch.setattr(extension, "device_of", lambda place: H200)
+    monkeypatch.setattr(extension, "compiled", lambda name, key: asked.append((name, key)) or found)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     if loads is None:
         with pytest.raises(ArtifactError, match="no Hopper"):
             routing.load_compiled("gate", 0)
     else:
-        assert routing.load_compiled("gate", 0) == (("a.o", 0) if loads else None)
+        for _ in range(2):
+            assert routing.load_compiled("gate", 0) == (("gate", "a.o") if loads else None)
+        assert asked == [(family.name, "key of gate")] * (1 if loads else 2)

@@ -244,7 +244,7 @@ def test_tiles_that_their_step_does_not_divide_are_no_kernels(tmp_path: Path) ->
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
-    keys = [maker_of(config).kernel_key(config) for config in listed()]
+    keys = [maker_of(config).key_of(config) for config in listed()]
     assert len({tuple(sorted(key.items())) for key in keys}) == len(keys)
     for config, key in zip(listed(), keys, strict=True):
         assert type(config).from_mapping(key) == config
@@ -253,12 +253,14 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
 
 
 def test_widths_double_from_the_narrowest() -> None:
-    config = GroupedConfig.from_mapping(dict(grouped.kernel_key(listed()[0])) | {"tile_n": 256, "narrow": 64})
+    config = GroupedConfig.from_mapping(
+        dict(grouped.FAMILY.key_of(listed()[0])) | {"tile_n": 256, "narrow": 64}
+    )
     assert config.widths == (64, 128, 256)
-    assert GroupedConfig.from_mapping(dict(grouped.kernel_key(config)) | {"narrow": 0}).widths == (256,)
+    assert GroupedConfig.from_mapping(dict(grouped.FAMILY.key_of(config)) | {"narrow": 0}).widths == (256,)
 
 
 def test_widths_are_all_multiples_where_doubling_does_not_lead_to_the_tile() -> None:
-    key = dict(grouped.kernel_key(listed()[0])) | {"tile_n": 192}
+    key = dict(grouped.FAMILY.key_of(listed()[0])) | {"tile_n": 192}
     assert GroupedConfig.from_mapping(key | {"narrow": 32}).widths == (32, 64, 96, 128, 160, 192)
     assert GroupedConfig.from_mapping(key | {"narrow": 48}).widths == (48, 96, 192)

@@ -115,9 +115,9 @@ def grouped_kernels() -> Iterator[tuple[str, GroupedConfig]]:
 def launch_grouped() -> None:
     """Grouped kernels over ragged groups, empty ones, rows behind the last, and offsets that are none."""
     for kind, config in grouped_kernels():
-        artifact = provide_grouped(kind).of(maker_of(config).kernel_key(config))
+        artifact = provide_grouped(kind).of(maker_of(config).key_of(config))
         assert artifact is not None, config.label
-        kernel, rows = maker_of(config).Kernel.load(config, artifact.path), 144 * (1 + config.fused.gated)
+        kernel, rows = maker_of(config).kernel(config, artifact.path), 144 * (1 + config.fused.gated)
         dtype, out_dtype = DTYPES[config.in_dtype], DTYPES[config.out_dtype]
         a = torch.ones(150, 208, device="cuda").to(dtype)
         weights = torch.ones(5, rows, 208, device="cuda").to(dtype)
@@ -138,7 +138,7 @@ def launch_along_k() -> None:
     """Kernels of groups along k over the same groups, of operands that end where their memory does."""
     a, b = (torch.ones(150, width, device="cuda", dtype=torch.bfloat16) for width in (208, 264))
     for config in listed_along_k():
-        artifact = provide_grouped("along_k").of(along_k.kernel_key(config))
+        artifact = provide_grouped("along_k").of(along_k.FAMILY.key_of(config))
         assert artifact is not None, config.label
         kernel, out = AlongK.load(config, artifact.path), a.new_zeros(5, 208, 264)
         for ends in ([1, 1, 132, 140, 147], [0, 0, 0, 0, 150], [-5, 40, 20, 2**31 - 1, 7]):
@@ -161,7 +161,7 @@ def launch_joined() -> None:
     """Kernels of several weights that end where their memory does, with tiles that hang over it."""
     device, provided = find_device("cuda:0"), provide_joined()
     for config in joined_kernels():
-        artifact = provided.of(joined.kernel_key(config))
+        artifact = provided.of(joined.FAMILY.key_of(config))
         assert artifact is not None, config.label
         kernel, gated = JoinedKernel.load(config, artifact.path), config.fused.gated
         many = not isinstance(config, GroupedConfig)
@@ -188,7 +188,7 @@ def launch_blocks() -> None:
     """Kernels of fp8 with scales of blocks, of operands and scales that end where their memory does."""
     device, provided = find_device("cuda:0"), provide_blocks()
     for config in block_kernels():
-        artifact = provided.of(blocks.kernel_key(config))
+        artifact = provided.of(blocks.FAMILY.key_of(config))
         assert artifact is not None, config.label
         kernel = BlockKernel.load(config, artifact.path)
         a, weight = (torch.ones(rows, 400, device="cuda").to(DTYPES["fp8_e4m3"]) for rows in (150, 264))
@@ -204,7 +204,7 @@ def launch_block_groups() -> None:
     """Kernels of groups with scales of blocks, of operands and scales that end where their memory does."""
     device, provided = find_device("cuda:0"), provide_blocks()
     for config in listed_of_block_groups():
-        artifact = provided.of(block_groups.kernel_key(config))
+        artifact = provided.of(block_groups.FAMILY.key_of(config))
         assert artifact is not None, config.label
         kernel = BlockGroupKernel.load(config, artifact.path)
         a = torch.ones(150, 400, device="cuda").to(DTYPES["fp8_e4m3"])
@@ -221,7 +221,7 @@ def launch_quantizers() -> None:
     """Kernels that quantise, of rows that end where their memory does."""
     provided = provide_blocks()
     for config in quantize.CONFIGS:
-        artifact = provided.of(quantize.kernel_key(config))
+        artifact = provided.of(quantize.FAMILY.key_of(config))
         assert artifact is not None, config.label
         kernel = Quantizer.load(config, artifact.path)
         for rows, k in ((1, 8), (6, 400), (150, 1160)):

@@ -51,6 +51,7 @@ from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.dispatch.states import own
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
 from tunegemm.generate import families
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.takes import NotTaken
 from tunegemm.store import packs
 from tunegemm.store.record import Record
@@ -249,38 +250,37 @@ def compiled(family: str, key: Key, module: str = families.__name__) -> Artifact
     return artifact
 
 
-def loaded(family: Any, load: Callable[[Any, Any], Any], config: Any, device: torch.device) -> Any:
+def loaded(family: Kernels, config: Any, device: torch.device) -> Any:
     """A family's kernel of a configuration on a Hopper GPU, loaded once; None until it is compiled.
 
-    family: a module such as `tunegemm.generate.joined`; load: of a configuration and the object's path.
     Raises TunegemmError, OSError or RuntimeError if there is none.
     """
-    name, index = family.FAMILY.name, device.index or 0
-    if (reason := family.FAMILY.cannot_launch(device_of(device))) is not None:
+    name, index = family.name, device.index or 0
+    if (reason := family.cannot_launch(device_of(device))) is not None:
         raise ArtifactError(reason)
     kernel = _kernels.get((name, config, index))
     if kernel is None:
-        artifact = compiled(name, family.kernel_key(config))
+        artifact = compiled(name, family.key_of(config))
         if artifact is None:
             return None
+        assert family.kernel is not None
         with torch.cuda.device(index):
-            kernel = _kernels[name, config, index] = load(config, artifact.path)
+            kernel = _kernels[name, config, index] = family.kernel(config, artifact.path)
     return kernel
 
 
 class Family:
     """A family whose kernels no record names: loads them and launches them, or warns why they cannot run."""
 
-    def __init__(self, module: Any, load: Callable[[Any, Any], Any], what: str, otherwise: str) -> None:
-        """module, load: as for `loaded`. what, otherwise: what the kernels compute, and what computes it
-        without them, as warnings say it."""
-        self._module, self._load, self._what, self._otherwise = module, load, what, otherwise
+    def __init__(self, kernels: Kernels, what: str, otherwise: str) -> None:
+        """what, otherwise: what the kernels compute, and what does so without them, as warnings say it."""
+        self._kernels, self._what, self._otherwise = kernels, what, otherwise
         self._launches = LaunchCache()
 
     def kernel(self, config: Any, device: torch.device) -> tuple[Any, bool]:
         """The kernel of a configuration, None if there is none; and whether it is being compiled."""
         try:
-            kernel = loaded(self._module, self._load, config, device)
+            kernel = loaded(self._kernels, config, device)
         except (TunegemmError, OSError, RuntimeError) as error:
             warn(f"kernels of {self._what} cannot run on {device}: {one_line(error)}; {self._otherwise}")
             return None, False

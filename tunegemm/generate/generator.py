@@ -143,9 +143,9 @@ CUTE_DSL = Package("cutlass", "nvidia-cutlass-dsl", (4, 8))
 TVM_FFI = Package("tvm_ffi", "apache-tvm-ffi")
 
 
-def unknown_class(problem: Problem, candidate: Candidate) -> str:
-    """An empty reduction class, for kernels whose order of sums was never compared with other kernels'."""
-    return ""
+def fields_of(config: Any) -> dict[str, Any]:
+    """The fields of a config. `dataclasses.asdict` takes 20 us to copy nothing."""
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +159,11 @@ class Kernels:
     """The folder of the `kernel_sources`."""
     compile: Callable[[Key, Path], Resources]
     """Compiles the kernel of a key into an object file. Raises whatever the compiler raises."""
+    kernel: Callable[[Any, Path], Any] | None = None
+    """Loads the object of a config on the current device, for kernels that are launched without a candidate.
+    Raises RuntimeError if it cannot be loaded."""
+    choices: Callable[[Any], Mapping[str, Any]] = fields_of
+    """Returns the compile-time choices of a config, without extents or group counts."""
     name: str = ""
     """By default the folder's name."""
     toolchain: Callable[[], Mapping[str, str | int]] = cute_object.toolchain
@@ -185,20 +190,15 @@ class Kernels:
             return f"{device.name} is no Hopper GPU"
         return self.unavailable(launching=True)
 
-    def key(self, choices: Mapping[str, str | int | bool], target: str = HOPPER) -> Key:
-        """Everything that an object depends on. choices: the kernel's compile-time choices."""
+    def key_of(self, config: Any, target: str = HOPPER) -> Key:
+        """Everything that the object of a config depends on."""
         return {
-            **choices,
+            **self.choices(config),
             "family": self.name,
             "target": target,
             **self.toolchain(),
             "source": hash_of_code(self.sources),
         }
-
-    def key_of(self, config: Any, target: str = HOPPER) -> Key:
-        """The key of a config, a frozen dataclass of compile-time choices without extents or group counts."""
-        # Flat: dataclasses.asdict takes 20 us to copy nothing.
-        return self.key({name: getattr(config, name) for name in config.__dataclass_fields__}, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +219,7 @@ class TileGenerator(Kernels):
     space: Path | None = None
     """The file of the search space; None for the shipped space of the family's name."""
     unlisted: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    reduction_class: Callable[[Problem, Candidate], str] = unknown_class
+    reduction_class: Callable[[Problem, Candidate], str] = lambda *_: ""
     tma: bool = False
     edges_inside: bool = False
     fuses: bool = False

@@ -14,16 +14,13 @@ from tunegemm.dispatch.fx import rank
 from tunegemm.dispatch.library import in_fp32
 from tunegemm.errors import ProblemError
 from tunegemm.generate import block_groups
-from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups import grouped
 from tunegemm.groups.grouped import are_plain, check_ends, has_gradient, has_values
 from tunegemm.model.block_groups import choose, invariant
 
 _FP8 = torch.float8_e4m3fn
-_family = extension.Family(
-    block_groups, BlockGroupKernel.load, "groups with block scales", "they are computed in fp32"
-)
+_family = extension.Family(block_groups.FAMILY, "groups with block scales", "they are computed in fp32")
 
 
 def are_of_blocks(a: Any, b: Any, scale_a: Any, scale_b: Any) -> bool:

@@ -285,8 +285,8 @@ class Groups:
             maker = maker_of(choice.config)
             words["l2_hint"] = choice.l2_hint
         else:
-            maker = along_k
-        kernel = extension.loaded(maker, maker.Kernel.load, choice.config, place)
+            maker = along_k.FAMILY
+        kernel = extension.loaded(maker, choice.config, place)
         if kernel is None:
             return None
         of = partial(kernel.of, **words)

@@ -11,7 +11,7 @@ from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import is_lazy, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate import quantize as kernels
-from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig, Quantizer
+from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig
 from tunegemm.generate.takes import TORCHS
 from tunegemm.groups.grouped import are_plain, has_gradient
 
@@ -95,7 +95,7 @@ def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | 
     return results
 
 
-_family = extension.Family(kernels, Quantizer.load, "quantize", "torch's operations quantise")
+_family = extension.Family(kernels.FAMILY, "quantize", "torch's operations quantise")
 
 
 def _allocate(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:

@@ -7,17 +7,15 @@ compares, and until its kernel is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from tunegemm.describe.device import find_device
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.extension import LaunchCache, compiled
+from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.guards import capturing, is_lazy
-from tunegemm.errors import ArtifactError, TunegemmError, one_line
+from tunegemm.errors import TunegemmError, one_line
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
@@ -75,7 +73,6 @@ class Routing:
         self.served = served
         """The first words of the names of kernels that may serve; empty after a failed launch."""
         self.launches = LaunchCache()
-        self._loaded = LaunchCache()
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
         """Sort x's rows by the experts that `index` (tokens, chosen) names; there are `count` experts.
@@ -164,7 +161,7 @@ class Routing:
         if not planned or any(name.split()[0] not in self.served for name in names):
             return None, False
         try:
-            binds = [self._loaded.once((name, index), partial(self._load, name, index)) for name in names]
+            binds: list[Any] = [self._load(name, index) for name in names]
         except TunegemmError:  # the products' kernels are missing too, and warn of it
             return None, False
         except (OSError, RuntimeError) as error:
@@ -322,11 +319,8 @@ def plan_layer(*operands: Any) -> Sequence[Planned]:
 
 def load_compiled(name: str, index: int) -> Bind | None:
     """The kernel; None until it is compiled. Raises ArtifactError if it will never exist."""
-    device = find_device(f"cuda:{index}")
-    if (reason := kernels.FAMILY.cannot_launch(device)) is not None:
-        raise ArtifactError(reason)
-    artifact = compiled(kernels.FAMILY.name, kernels.kernels()[name])
-    return None if artifact is None else kernels.load(artifact.path, index)
+    kernel: Bind | None = extension.loaded(kernels.FAMILY, name, torch.device("cuda", index))
+    return kernel
 
 
 def few(

@@ -23,7 +23,6 @@ from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form
 from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
 from tunegemm.dispatch.launchers import Plan
 from tunegemm.generate import joined
-from tunegemm.generate.joined import JoinedKernel
 from tunegemm.generate.takes import NotTaken
 from tunegemm.groups.grouped import grouped_mm
 from tunegemm.model.joined import JoinedChoice, choose
@@ -248,7 +247,7 @@ class Joint(Site):
         return way
 
 
-_family = extension.Family(joined, JoinedKernel.load, "several weights", "torch computes them")
+_family = extension.Family(joined.FAMILY, "several weights", "torch computes them")
 
 
 def chosen(

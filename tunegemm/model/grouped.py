@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from tunegemm.describe.problem import Problem
@@ -17,6 +16,7 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import along_k, drawn, grouped, parted
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.drawn.config import DrawnConfig
+from tunegemm.generate.generator import Kernels
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.generate.parted.config import PartedConfig
@@ -47,9 +47,9 @@ class GroupedChoice:
         return f"few {self.config.in_dtype}" if self.is_few else self.config.label
 
 
-def maker_of(config: GroupedConfig) -> ModuleType:
-    """The module that compiles and launches a kernel; its `kernel_key` and `Kernel` take such configs."""
-    return {DrawnConfig: drawn, PartedConfig: parted}.get(type(config), grouped)
+def maker_of(config: GroupedConfig) -> Kernels:
+    """The family that compiles and loads a kernel."""
+    return {DrawnConfig: drawn.FAMILY, PartedConfig: parted.FAMILY}.get(type(config), grouped.FAMILY)
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,12 @@ def provide_grouped(kind: str = "", *, every: bool = False) -> Provided:
     As `packing.provide`.
     """
     result = {
-        f"grouped {config.label}": (maker_of(config).FAMILY.name, maker_of(config).kernel_key(config))
+        f"grouped {config.label}": (maker_of(config).name, maker_of(config).key_of(config))
         for config in (configs(kind).values() if every else listed_of_groups(kind=kind))
     }
     if kind in ("", "along_k"):
         for config in listed_along_k():
-            result[f"along k {config.label}"] = "along_k", along_k.kernel_key(config)
+            result[f"along k {config.label}"] = "along_k", along_k.FAMILY.key_of(config)
     if kind in ("", "routing"):
         result |= {name: ("routing", key) for name, key in routing.kernels().items()}
     return provide_keys(result)
@@ -82,7 +82,7 @@ def provide_joined() -> Provided:
     keys: dict[str, tuple[str, Key]] = {}
     for config in listed_of_weights():
         name = " ".join(filter(None, ("joined", config.in_dtype, config.label, config.epilogue)))
-        keys[name] = "joined", joined.kernel_key(config)
+        keys[name] = "joined", joined.FAMILY.key_of(config)
     return provide_keys(keys)
 
 
@@ -91,13 +91,13 @@ def provide_blocks() -> Provided:
     kernels that quantise. As `packing.provide`.
     """
     result = {
-        f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.kernel_key(config))
+        f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.FAMILY.key_of(config))
         for config in listed_of_blocks()
     }
     for of_groups in listed_of_block_groups():
-        result[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.kernel_key(of_groups)
+        result[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.FAMILY.key_of(of_groups)
     for of_rows in quantize.CONFIGS:
-        result[f"quantize {of_rows.label}"] = "quantize", quantize.kernel_key(of_rows)
+        result[f"quantize {of_rows.label}"] = "quantize", quantize.FAMILY.key_of(of_rows)
     return provide_keys(result)
 
 

@@ -15,7 +15,7 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.library import block_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
-from tunegemm.generate.blocks import BLOCK, BlockKernel
+from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups.grouped import are_plain, has_gradient
 from tunegemm.model.blocks import choose
 
@@ -184,7 +184,7 @@ def product(
     return None if results is None else (*given, *results)[-1]
 
 
-_family = extension.Family(blocks, BlockKernel.load, "block-scaled products", "torch computes them")
+_family = extension.Family(blocks.FAMILY, "block-scaled products", "torch computes them")
 
 
 def _allocate(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any) -> tuple[torch.Tensor]:

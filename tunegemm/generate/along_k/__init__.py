@@ -25,13 +25,6 @@ def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
     )  # fmt: skip
 
 
-FAMILY = Kernels(
-    folder=Path(__file__).parent,
-    compile=compiler(KernelConfig, "tunegemm.generate.along_k.kernel", 2),
-)
-kernel_key = FAMILY.key_of
-
-
 class AlongK(LoadedKernel[KernelConfig]):
     """A compiled kernel of groups along k."""
 
@@ -76,8 +69,11 @@ class AlongK(LoadedKernel[KernelConfig]):
         return launch
 
 
-#: What a kernel of this family is loaded as.
-Kernel = AlongK
+FAMILY = Kernels(
+    folder=Path(__file__).parent,
+    compile=compiler(KernelConfig, "tunegemm.generate.along_k.kernel", 2),
+    kernel=AlongK.load,
+)
 
 
 def objection(a: Any, b: Any, offsets: Any) -> str:

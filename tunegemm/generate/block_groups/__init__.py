@@ -18,11 +18,6 @@ from tunegemm.generate.generator import Kernels
 from tunegemm.generate.grouped.operands import output_objection
 from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, Place, first_objection, not_aligned
 
-FAMILY = Kernels(
-    folder=Path(__file__).parent,
-    compile=compiler(BlockGroupConfig, "tunegemm.generate.block_groups.kernel", 3, addresses=3, words=7),
-)
-kernel_key = FAMILY.key_of
 _SWIZZLE = 8
 
 
@@ -70,6 +65,13 @@ class BlockGroupKernel(LoadedKernel[BlockGroupConfig]):
             function(weights, a, out, *numbers, *words, current_stream(index))
 
         return launch_at
+
+
+FAMILY = Kernels(
+    folder=Path(__file__).parent,
+    compile=compiler(BlockGroupConfig, "tunegemm.generate.block_groups.kernel", 3, addresses=3, words=7),
+    kernel=BlockGroupKernel.load,
+)
 
 
 def refusal(a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out: Any) -> str:

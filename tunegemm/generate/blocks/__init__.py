@@ -21,13 +21,8 @@ from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, Place, first_o
 from tunegemm.generate.tiles import divided
 from tunegemm.generate.workspace import Workspace
 
-__all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "kernel_key", "refusal", "tiles_of"]
+__all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "refusal", "tiles_of"]
 
-FAMILY = Kernels(
-    folder=Path(__file__).parent,
-    compile=compiler(BlockConfig, "tunegemm.generate.blocks.kernel", 8, addresses=3, words=6),
-)
-kernel_key = FAMILY.key_of
 _OUT_DTYPES = [TORCHS[dtype] for dtype in ("bf16", "fp16", "fp32")]
 
 
@@ -137,6 +132,13 @@ class BlockKernel(LoadedKernel[BlockConfig]):
             del memory  # the launch is queued
 
         return launch_at
+
+
+FAMILY = Kernels(
+    folder=Path(__file__).parent,
+    compile=compiler(BlockConfig, "tunegemm.generate.blocks.kernel", 8, addresses=3, words=6),
+    kernel=BlockKernel.load,
+)
 
 
 def wrong_scales(

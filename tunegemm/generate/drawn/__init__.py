@@ -15,12 +15,6 @@ from tunegemm.generate.generator import Kernels
 from tunegemm.generate.grouped import GroupedKernel
 from tunegemm.generate.workspace import tile_counter
 
-FAMILY = Kernels(
-    folder=Path(__file__).parent,
-    compile=compiler(DrawnConfig, "tunegemm.generate.drawn.kernel", 3, addresses=4, words=0),
-)
-kernel_key = FAMILY.key_of
-
 
 class DrawnKernel(GroupedKernel):
     """A compiled kernel, ready to be launched on the device that was the current one when it was loaded."""
@@ -38,5 +32,8 @@ class DrawnKernel(GroupedKernel):
         return GroupedKernel(self.config, draw).of(a, *operands, **words)
 
 
-#: What a kernel of this family is loaded as.
-Kernel = DrawnKernel
+FAMILY = Kernels(
+    folder=Path(__file__).parent,
+    compile=compiler(DrawnConfig, "tunegemm.generate.drawn.kernel", 3, addresses=4, words=0),
+    kernel=DrawnKernel.load,
+)

@@ -25,7 +25,7 @@ from tunegemm.generate.workspace import Workspace
 if TYPE_CHECKING:
     from tunegemm.generate.launching import Launcher
 
-__all__ = ["FAMILY", "L2_HINTS", "GroupedKernel", "config_of", "kernel_key", "launch_arguments"]
+__all__ = ["FAMILY", "L2_HINTS", "GroupedKernel", "config_of", "launch_arguments"]
 
 #: The launch parameter `l2_hint`, in the order of its numbers: `GroupedKernel.launch`.
 L2_HINTS = ("none", "weights_first")
@@ -106,10 +106,6 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
         return launch
 
 
-#: The class that loads kernels of this family.
-Kernel = GroupedKernel
-
-
 class _Named(GroupedConfig):
     """A config made from a candidate's parameters without a problem, for labels."""
 
@@ -153,6 +149,6 @@ FAMILY = TileGenerator(
     fuses=True,
     tma=True,
     compile=compiler(GroupedConfig, "tunegemm.generate.grouped.kernel.gemm", 3, addresses=3, words=0),
+    kernel=GroupedKernel.load,
     launcher=launcher,
 )
-kernel_key = FAMILY.key_of

@@ -16,7 +16,7 @@ from tunegemm.describe.device import Device
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order
 from tunegemm.generate.cute_sm90.config import KernelConfig
-from tunegemm.generate.generator import Kernels, Key
+from tunegemm.generate.generator import Kernels, fields_of
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.generate.takes import (
@@ -30,7 +30,7 @@ from tunegemm.generate.takes import (
     not_aligned,
 )
 
-__all__ = ["FAMILY", "MOST_WEIGHTS", "JoinedKernel", "few", "kernel_key", "many", "refusal", "tiles_of"]
+__all__ = ["FAMILY", "MOST_WEIGHTS", "JoinedKernel", "few", "many", "refusal", "tiles_of"]
 
 MOST_WEIGHTS = 3
 """The most weights of a product. A gated product has two."""
@@ -43,10 +43,6 @@ _COMPILERS = {
     form: compiler(config, f"tunegemm.generate.joined.kernel.{form}", 7, addresses=5, words=0)
     for form, config in FORMS.items()
 }
-FAMILY = Kernels(
-    folder=Path(__file__).parent,
-    compile=lambda key, out: _COMPILERS[str(key["form"])](key, out),
-)
 
 
 def few(parameters: Mapping[str, Any], *, dtype: str = "bf16", gate: str = "") -> GroupedConfig:
@@ -63,11 +59,6 @@ def many(
         **{"schedule": "cooperative", "tile_k": 64, "gpc_aware": True, **parameters},
         in_dtype=dtype, out_dtype=dtype, a_major="k", b_major="k", out_major="n", epilogue=epilogue,
     )  # fmt: skip
-
-
-def kernel_key(config: KernelConfig) -> Key:
-    """Everything that the compiled object depends on; never extents or the number of weights."""
-    return {**FAMILY.key_of(config), "form": "few" if isinstance(config, GroupedConfig) else "many"}
 
 
 def tiles_of(config: KernelConfig, rows: int, ns: Sequence[int]) -> int:
@@ -144,6 +135,18 @@ class JoinedKernel(LoadedKernel[KernelConfig]):
             return f"biases for {config.label}, which adds none"
         short = [] if config.fused.gated else [w.shape[0] for w in weights[:-1] if w.shape[0] < config.tile_n]
         return f"a weight of {short[0]} rows, fewer than {config.tile_n}" if short else ""
+
+
+def _choices(config: KernelConfig) -> dict[str, Any]:
+    return {**fields_of(config), "form": "few" if isinstance(config, GroupedConfig) else "many"}
+
+
+FAMILY = Kernels(
+    folder=Path(__file__).parent,
+    compile=lambda key, out: _COMPILERS[str(key["form"])](key, out),
+    kernel=JoinedKernel.load,
+    choices=_choices,
+)
 
 
 def refusal(

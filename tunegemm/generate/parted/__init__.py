@@ -16,9 +16,5 @@ from tunegemm.generate.parted.config import PartedConfig
 FAMILY = Kernels(
     folder=Path(__file__).parent,
     compile=compiler(PartedConfig, "tunegemm.generate.parted.kernel", 3, addresses=3, words=0),
+    kernel=GroupedKernel.load,
 )
-kernel_key = FAMILY.key_of
-
-
-#: What a kernel of this family is loaded as.
-Kernel = GroupedKernel

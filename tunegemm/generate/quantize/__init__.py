@@ -15,13 +15,8 @@ from tunegemm.generate.generator import Kernels
 from tunegemm.generate.quantize.config import BLOCK, EPSILON, LARGEST, VECTOR, QuantizeConfig
 from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, not_aligned, wrong_extents
 
-__all__ = ["BLOCK", "CONFIGS", "EPSILON", "FAMILY", "LARGEST", "QuantizeConfig", "Quantizer", "kernel_key"]
+__all__ = ["BLOCK", "CONFIGS", "EPSILON", "FAMILY", "LARGEST", "QuantizeConfig", "Quantizer"]
 
-FAMILY = Kernels(
-    folder=Path(__file__).parent,
-    compile=compiler(QuantizeConfig, "tunegemm.generate.quantize.kernel", 0, addresses=0, words=0),
-)
-kernel_key = FAMILY.key_of
 #: The input's dtypes.
 DTYPES = ("bf16", "fp16", "fp32")
 #: All kernels; all ship.
@@ -55,6 +50,13 @@ class Quantizer(LoadedKernel[QuantizeConfig]):
             function(x, values, scales, *fixed, current_stream(index))
 
         return launch
+
+
+FAMILY = Kernels(
+    folder=Path(__file__).parent,
+    compile=compiler(QuantizeConfig, "tunegemm.generate.quantize.kernel", 0, addresses=0, words=0),
+    kernel=Quantizer.load,
+)
 
 
 def refusal(x: Any, gated: bool) -> str:

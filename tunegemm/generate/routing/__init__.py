@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,33 +75,29 @@ _ALIGNED = {
 }
 
 
+_DTYPES = ("bf16", "fp16")
+_KERNELS: tuple[Mapping[str, Any], ...] = (
+    *({"kernel": "route", "own_rows": rows} for rows in ROUTE_ROWS.values()),
+    {"kernel": "tally"},
+    {"kernel": "spread"},
+    *({"kernel": "combine", "dtype": one, "weights": other} for one in _DTYPES for other in (one, "fp32")),
+    *({"kernel": "gate", "dtype": one, "alternate": turns} for one in _DTYPES for turns in (False, True)),
+    *({"kernel": "few", "dtype": "bf16", "gated": gated} for gated in (False, True)),
+    {"kernel": "few", "dtype": "fp16", "gated": False},
+    *({"kernel": "few_up", "dtype": one} for one in _DTYPES),
+    *(
+        {"kernel": "few_down", "dtype": one, "weights": other, "together": down.together}
+        for one, down in product(_DTYPES, DOWNS.values())
+        for other in (one, "fp32")
+    ),
+)
+#: The compile-time choices of all kernels, by names whose first word is in `ALL`.
+_CHOICES = {" ".join(map(str, choices.values())): choices for choices in _KERNELS}
+
+
 def kernels() -> dict[str, Key]:
-    """The keys of all kernels by name, whose first word is in `ALL`."""
-    keys = [kernel_key("route", own_rows=rows) for rows in ROUTE_ROWS.values()]
-    keys += [kernel_key("tally"), kernel_key("spread")]
-    for dtype in ("bf16", "fp16"):
-        keys += [kernel_key("combine", dtype=dtype, weights=weights) for weights in (dtype, "fp32")]
-        keys += [kernel_key("gate", dtype=dtype, alternate=alternate) for alternate in (False, True)]
-        keys.append(kernel_key("few_up", dtype=dtype))
-        for weights, down in product((dtype, "fp32"), DOWNS.values()):
-            keys.append(kernel_key("few_down", dtype=dtype, weights=weights, together=down.together))
-    for dtype, gated in (("bf16", False), ("bf16", True), ("fp16", False)):
-        keys.append(kernel_key("few", dtype=dtype, gated=gated))
-    common = kernel_key("")
-    return {
-        " ".join(str(value) for name, value in key.items() if name not in common or name == "kernel"): key
-        for key in keys
-    }
-
-
-def kernel_key(kernel: str, **choices: str | int | bool) -> Key:
-    """Everything that an object depends on.
-
-    kernel: its name. choices: `own_rows` for `route`; `dtype` and that of `weights` for `combine`;
-    `dtype` and `alternate` for `gate`; `dtype` and `gated` for `few`; `dtype` for `few_up`; `dtype`, that of
-    `weights` and `together` for `few_down`.
-    """
-    return FAMILY.key({"kernel": kernel, **choices})
+    """The keys of all kernels by name."""
+    return {name: FAMILY.key_of(name) for name in _CHOICES}
 
 
 def _compile(key: Key, out: Path) -> Resources:
@@ -132,15 +128,6 @@ def _compile(key: Key, out: Path) -> Resources:
     }
     arguments = {each: types.get(each, "i32") for each in function.arg_names if each not in constants}
     return build(function, arguments, constants, out, num_warps=warps, aligned=_ALIGNED[name])
-
-
-FAMILY = Kernels(
-    folder=Path(__file__).parent,
-    compile=_compile,
-    toolchain=toolchain,
-    packages=(CUDA_BINDINGS,),
-    compiler_packages=(TRITON,),
-)
 
 
 def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
@@ -190,6 +177,23 @@ def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
         return launch
 
     return bind
+
+
+def _load_here(name: str, artifact: Path) -> Callable[..., Callable[..., None]]:
+    import torch
+
+    return load(artifact, torch.cuda.current_device())
+
+
+FAMILY = Kernels(
+    folder=Path(__file__).parent,
+    compile=_compile,
+    kernel=_load_here,
+    choices=_CHOICES.__getitem__,
+    toolchain=toolchain,
+    packages=(CUDA_BINDINGS,),
+    compiler_packages=(TRITON,),
+)
 
 
 def route_numbers(
