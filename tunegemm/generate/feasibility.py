@@ -133,24 +133,14 @@ class Remembered:
 
 def refusal_on(rules: Iterable[Rule], family: str, device: Device) -> str:
     """Why a family has no kernel at all for a device; empty if it may have some."""
-    nothing = Candidate(family, ())
-    for one in rules:
-        if one.reads == {"device"}:
-            reason = one.objection(None, nothing, device)  # type: ignore[arg-type]  # it reads no problem
-            if reason is not None:
-                return reason
-    return ""
+    of_device = [one for one in rules if one.reads == {"device"}]  # they read no problem
+    return apply_rules(of_device, None, Candidate(family, ()), device).reason  # type: ignore[arg-type]
 
 
 def refusal(rules: Iterable[Rule], family: str, problem: Problem) -> str:
     """Why no kernel of a family can compute the problem on any device; empty if some kernel may."""
-    nothing = Candidate(family, ())
-    for one in rules:
-        if one.reads <= _OF_PROBLEM:
-            reason = one.objection(problem, nothing, None)  # type: ignore[arg-type]  # it reads no device
-            if reason is not None:
-                return reason
-    return ""
+    of_problem = [one for one in rules if one.reads <= _OF_PROBLEM]  # they read no device
+    return apply_rules(of_problem, problem, Candidate(family, ()), None).reason  # type: ignore[arg-type]
 
 
 def parameters_read(rules: Iterable[Rule]) -> frozenset[str]:
@@ -234,6 +224,16 @@ def exceeded_threads(threads: int, limits: Architecture, blocks: int) -> str | N
 def register_budget(threads: int, limits: Architecture, blocks: int) -> int:
     """Registers of a thread if `blocks` blocks share a multiprocessor."""
     return min(limits.registers_per_thread, limits.registers_per_sm // (threads * blocks) // 8 * 8)
+
+
+def exceeded_wgmma(columns: int, registers: int, threads: object) -> str | None:
+    """Why ptxas cannot place a WGMMA of 64 rows within the registers that threads are launched with, whatever
+    setmaxnreg adds later (error C7602); None if it can. It asks for 26 beside the instruction's accumulators.
+    """
+    need = columns // 2 + 26
+    if need > registers:
+        return f"WGMMA 64x{columns} needs {need} registers > {registers} for {threads} threads"
+    return None
 
 
 def exceeded_smem(smem_bytes: int, limits: Architecture, blocks: int = 1) -> str | None:

@@ -158,11 +158,11 @@ def through_aligned_copies(problem: Problem, launch: Launcher) -> Launcher:
     copies are temporaries of the stream, or of the graph that is being captured.
     """
     a_rows, b_rows, out_rows = problem.a_major == "k", problem.b_major == "n", problem.out_major == "n"
-
     matrices = [operand.kind == "matrix" for operand in problem.fused.operands]
 
     def launch_on_copies(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
-        in_place = _is_aligned(out, out_rows) and _has_whole_units(out, out_rows)
+        line_bytes = out.shape[-1 if out_rows else -2] * out.element_size()
+        in_place = _is_aligned(out, out_rows) and line_bytes % 16 == 0
         target = out if in_place else _aligned_like(out, out_rows)
         fused = [
             _aligned(operand, out_rows) if matrix else operand
@@ -189,11 +189,6 @@ def _is_aligned(tensor: torch.Tensor, row_major: bool) -> bool:
     lines = 0 if tensor.shape[line] == 1 else tensor.stride(line)
     entries = 0 if tensor.ndim == 2 or tensor.shape[0] == 1 else tensor.stride(0)
     return tensor.data_ptr() % 16 == lines % unit == entries % unit == 0
-
-
-def _has_whole_units(tensor: torch.Tensor, row_major: bool) -> bool:
-    """Whether the tensor's lines (rows or columns) are multiples of 16 bytes long."""
-    return tensor.shape[-1 if row_major else -2] * tensor.element_size() % 16 == 0
 
 
 def _aligned_like(tensor: torch.Tensor, row_major: bool) -> torch.Tensor:

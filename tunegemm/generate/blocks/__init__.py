@@ -15,11 +15,10 @@ from tunegemm.compile.cute_object import compiler
 from tunegemm.describe.device import Device
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
 from tunegemm.generate.cute_launch import LoadedKernel
-from tunegemm.generate.cute_sm90 import Order
+from tunegemm.generate.cute_sm90 import Order, sums_of
 from tunegemm.generate.generator import Kernels
 from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, Place, first_objection, not_aligned
 from tunegemm.generate.tiles import divided
-from tunegemm.generate.workspace import Workspace
 
 __all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "refusal", "tiles_of"]
 
@@ -104,12 +103,7 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         tiles = tiles_of(config, rows, n)
         clusters, split, units = divided(config.streams, tiles, -(-k // BLOCK), split_k, resident)
         order = Order.of(config, device, clusters, swizzle_size, along_m)
-        workspace = None
-        if units:
-            blocks = units * config.cluster_size
-            workspace = Workspace(
-                blocks * config.tile_m * config.tile_n * 4, blocks * config.tile_warpgroups * 4, device.index
-            )
+        workspace = sums_of(config, units, device.index)
         fixed = (
             *extents, k, 1, *lines, *lines, int(along_m), swizzle_size, order.across, order.along, clusters,
             split, 0, l2_hint,

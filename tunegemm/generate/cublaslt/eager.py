@@ -129,13 +129,7 @@ def _product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any], tu
         return _fp8_product(problem, steps)
     if problem.in_dtype == "int8":
         exact = plain_product(replace(problem, out_dtype="int32", out_major="n", epilogue=""))
-
-        def of_int8(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
-            sums = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=torch.int32, device=a.device)
-            exact(a, b, sums)
-            return sums
-
-        return of_int8, ()
+        return _returning(exact, torch.int32), ()
     many = problem.batch > 1
     same = has_own_dtype(problem)
     if "beta_c" in steps and same and not {"scale_tensor", "scale_rowwise"} & set(steps):
@@ -182,14 +176,18 @@ def _fp8_product(problem: Problem, steps: list[str]) -> tuple[Callable[..., Any]
             return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast, out=out)
 
         return with_scales, (first,)
-    launch = fp8_product(problem)
+    return _returning(fp8_product(problem), own), ()
+
+
+def _returning(launch: Launcher, dtype: Any) -> Callable[..., Any]:
+    """A launcher as a function that returns the product, which it allocates if it gets no output."""
 
     def product(a: Any, b: Any, given: dict[str, Any], out: Any) -> Any:
-        value = torch.empty((*a.shape[:-1], b.shape[-1]), dtype=own, device=a.device) if out is None else out
+        value = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=dtype) if out is None else out
         launch(a, b, value)
         return value
 
-    return product, ()
+    return product
 
 
 def step_of(name: str, dtype: Any) -> Step:
@@ -208,9 +206,6 @@ def step_of(name: str, dtype: Any) -> Step:
             return _into(out, x)
         return torch.add(x, given["c"], alpha=given["beta"], out=out)
 
-    def gate(x: Any, out: Any) -> Any:
-        return torch.mul(_activate(GATED[name], x[..., 0::2], None), x[..., 1::2], out=out)
-
     steps: dict[str, Step] = {
         "alpha": lambda x, given, out: torch.mul(x, given["alpha"], out=out),
         "scale_tensor": lambda x, given, out: scale(x, given["scale_a"] * given["scale_b"], out),
@@ -223,7 +218,8 @@ def step_of(name: str, dtype: Any) -> Step:
     if name in steps:
         return steps[name]
     if name in GATED:
-        return lambda x, given, out: gate(x, out)
+        activation = GATED[name]
+        return lambda x, _, out: torch.mul(_activate(activation, x[..., ::2], None), x[..., 1::2], out=out)
     return lambda x, given, out: _activate(name, x, out)
 
 

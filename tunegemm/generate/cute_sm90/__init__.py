@@ -31,15 +31,14 @@ from tunegemm.generate.workspace import Workspace
 def workspace(problem: Problem, candidate: Candidate, device: Device) -> Workspace | None:
     """Sums of every k split of a tile; if the splits meet in pairs, also as many counters, by warpgroup."""
     division = Division.of(problem, candidate, device)
-    if division.units == 0:
-        return None
-    config = config_of(problem, candidate)
-    blocks = division.units * config.cluster_m * config.cluster_n
-    return Workspace(
-        blocks * config.tile_m * config.tile_n * 4,
-        0 if division.second_kernel else blocks * config.tile_warpgroups * 4,
-        device.index,
-    )
+    return sums_of(config_of(problem, candidate), division.units, device.index, division.second_kernel)
+
+
+def sums_of(config: KernelConfig, units: int, index: int, second_kernel: bool = False) -> Workspace | None:
+    """The workspace of so many work units that store sums, in clusters, on the device with an index."""
+    blocks = units * config.cluster_size
+    counters = 0 if second_kernel else blocks * config.tile_warpgroups
+    return Workspace(blocks * config.tile_m * config.tile_n * 4, counters * 4, index) if units else None
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from tunegemm.generate.cute_sm90.config import (
     MMA_ATOM_M,
     SMEM_ALIGNMENT,
     SMEM_LIMIT,
-    WARPGROUP_THREADS,
     KernelConfig,
 )
-from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_depth, rule
+from tunegemm.generate.feasibility import architecture, exceeded_smem, exceeded_wgmma, ring_depth, rule
 from tunegemm.generate.generator import config_maker
 from tunegemm.generate.tiles import (
     divided,
@@ -172,17 +171,11 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
 
 @rule("schedule", "tile_m", "tile_n")
 def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """ptxas places one WGMMA within the launch allocation, whatever setmaxnreg adds later (error C7602).
-
-    It asks for 26 registers beside the instruction's accumulators: 154 for 64x256, 130 for 64x208, which
-    512 threads with their 128 each do not have (nvidia-cutlass-dsl 4.8.1).
+    """One WGMMA needs 154 registers for 64x256, and 130 for 64x208, which 512 threads with their 128 each do
+    not have (nvidia-cutlass-dsl 4.8.1); see `exceeded_wgmma`.
     """
     config = config_of(problem, candidate)
-    allocation = config.launch_registers
-    need = config.tile_n * MMA_ATOM_M // WARPGROUP_THREADS + 26
-    if need > allocation:
-        return f"WGMMA 64x{config.tile_n} needs {need} registers > {allocation} for {config.threads} threads"
-    return None
+    return exceeded_wgmma(config.tile_n, config.launch_registers, config.threads)
 
 
 @rule("tile_m", "tile_n", "tile_k", "stages", "in_dtype")

@@ -14,6 +14,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import (
     architecture,
     exceeded_smem,
+    exceeded_wgmma,
     half_operands,
     no_power_of_two,
     ring_depth,
@@ -93,18 +94,10 @@ def instruction_width(problem: Problem, candidate: Candidate, device: Device) ->
 
 @rule("schedule", "warps", "tile_m", "tile_n", "instr_n", "occupancy")
 def wgmma_operands(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """ptxas places one WGMMA within the launch allocation, whatever setmaxnreg adds later (error C7602).
-
-    It asks for 26 registers beside the instruction's accumulators.
-    """
+    """One WGMMA must fit the registers that a thread is launched with; see `exceeded_wgmma`."""
     config = config_of(problem, candidate)
-    need = config.mma_columns // 2 + 26
-    if need > config.launch_registers:
-        return (
-            f"WGMMA 64x{config.mma_columns} needs {need} registers > {config.launch_registers} for "
-            f"{config.occupancy} x {config.threads} threads"
-        )
-    return None
+    threads = f"{config.occupancy} x {config.threads}"
+    return exceeded_wgmma(config.mma_columns, config.launch_registers, threads)
 
 
 @rule("schedule", "stages")

@@ -9,14 +9,13 @@ from typing import Any
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, SMEM_LIMIT, WARPGROUP_THREADS
-from tunegemm.generate.feasibility import architecture, exceeded_smem, ring_depth, rule
+from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, SMEM_LIMIT
+from tunegemm.generate.feasibility import architecture, exceeded_smem, exceeded_wgmma, ring_depth, rule
 from tunegemm.generate.grouped.config import GroupedConfig
 
-#: Registers that a thread needs beside the accumulators, and beside those of one WGMMA; the same as in
-#: `tunegemm.generate.cute_sm90.rules`, which has the same main loop.
+#: Registers that a thread needs beside the accumulators; the same as in `tunegemm.generate.cute_sm90.rules`,
+#: which has the same main loop.
 _OVERHEAD_REGISTERS = 32
-_WGMMA_REGISTERS = 26
 #: The most widths of a kernel, each with its own main loop: if widths double, and if all multiples occur.
 _MOST_WIDTHS, _MOST_MULTIPLES = 4, 12
 #: The schedule and tile that gain from a cluster (docs/decisions/0027).
@@ -163,10 +162,7 @@ def accumulators(problem: Problem, candidate: Candidate, device: Device) -> str 
     sums, budget = config.accumulator_registers, config.registers[1]
     if sums + _OVERHEAD_REGISTERS > budget:
         return f"{sums} accumulators + {_OVERHEAD_REGISTERS} > setmaxnreg {budget}"
-    need = config.tile_n * MMA_ATOM_M // WARPGROUP_THREADS + _WGMMA_REGISTERS
-    if need > config.launch_registers:
-        return f"WGMMA 64x{config.tile_n} needs {need} registers > {config.launch_registers} of a thread"
-    return None
+    return exceeded_wgmma(config.tile_n, config.launch_registers, config.threads)
 
 
 @rule("schedule", "tile_m", "tile_n", "tile_k", "stages", "epi_n", "narrow", *_KIND, "device")

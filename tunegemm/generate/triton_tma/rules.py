@@ -37,15 +37,10 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     """
     if not device.architecture.tma:
         return f"{device.architecture.compile_target} has no TMA; triton has kernels without it"
-    if device.architecture.capability >= (12, 0) and _has_old_triton():
+    version = package_version("triton") if device.architecture.capability >= (12, 0) else ""
+    if version and tuple(map(int, version.split(".")[:2])) < (3, 7):
         return f"Triton before 3.7 uses local memory on {device.architecture.compile_target}; upgrade triton"
     return None
-
-
-def _has_old_triton() -> bool:
-    """Whether an installed Triton is older than 3.7."""
-    version = package_version("triton")
-    return version != "" and tuple(map(int, version.split(".")[:2])) < (3, 7)
 
 
 @rule("tile_m", "tile_n", "tile_k")
