@@ -5,8 +5,9 @@ This module has everything that it shares with `tunegemm.matmul` and needs from 
 
 - `LaunchCache` keeps decisions for operands of one layout, and forgets them when records, policy or mode
   change;
-- `Family` loads kernels that no record names, and launches them at addresses; `loaded` and `compiled` return
-  such a kernel or its object; a kernel that does not ship is compiled in the background;
+- `Family` loads kernels that no record names, decides which calls they serve, and launches them at addresses;
+  `loaded` and `compiled` return such a kernel or its object; a kernel that does not ship is compiled in the
+  background;
 - `policy`, `is_off`, `device_type` and `may_load` tell whether a kernel may serve now;
 - `operators` are those of ATen that `tunegemm.enable` takes over for it;
 - `define` makes an operator of our own, for graphs;
@@ -275,16 +276,24 @@ class Family:
     def __init__(self, kernels: Kernels, what: str, otherwise: str) -> None:
         """what, otherwise: what the kernels compute, and what does so without them, as warnings say it."""
         self._kernels, self._what, self._otherwise = kernels, what, otherwise
-        self._launches = LaunchCache()
+        self.launches = LaunchCache()
 
     def kernel(self, config: Any, device: torch.device) -> tuple[Any, bool]:
         """The kernel of a configuration, None if there is none; and whether it is being compiled."""
         try:
-            kernel = loaded(self._kernels, config, device)
+            kernel = self.load(config, device)
         except (TunegemmError, OSError, RuntimeError) as error:
-            warn(f"kernels of {self._what} cannot run on {device}: {one_line(error)}; {self._otherwise}")
+            self.missing(device, error)
             return None, False
         return kernel, kernel is None
+
+    def load(self, config: Any, device: torch.device) -> Any:
+        """As `loaded`, of this family."""
+        return loaded(self._kernels, config, device)
+
+    def missing(self, device: torch.device, error: Exception) -> None:
+        """Warn that there are no kernels."""
+        warn(f"kernels of {self._what} cannot run on {device}: {one_line(error)}; {self._otherwise}")
 
     def failed(self, device: torch.device, error: Exception) -> None:
         """Warn that a launch failed; raises the error while a CUDA graph is captured, which would keep
@@ -316,30 +325,51 @@ class Family:
         if (device.index or 0) != current_device():
             with torch.cuda.device(device):
                 return self.launch(key, tensors, allocate, choose, *facts)
-        known, results = self._launches.find(key, *tensors), None
+        known = self.launches.find(key, *tensors)
         if known is None:
-            if not may_load(device):
-                return None
-            launch, waits = None, False
-            if not is_off():
-                results = allocate(*tensors, *facts)
-                if (choice := choose(*tensors, *results, *facts)) is not None:
-                    kernel, waits = self.kernel(choice[0], device)
-                    launch = None if kernel is None else choice[1](kernel)
-            known = self._launches.keep(key, launch, *tensors, waits=waits)
-        if known.launch is None:
+            known = self.decide(key, tensors, lambda: choose(*tensors, *allocate(*tensors, *facts), *facts))
+        if known is None or known.launch is None:
             return None
-        if results is None:
-            results = allocate(*tensors, *facts)
+        results = allocate(*tensors, *facts)
         try:
             known.launch(*map(data_ptr, (*tensors, *results)))
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
             self.failed(device, error)
-            self._launches.keep(key, None, *tensors)
+            self.launches.keep(key, None, *tensors)
             return None
         return results
+
+    def decide(
+        self,
+        key: Hashable,
+        tensors: Sequence[torch.Tensor],
+        choose: Callable[[], tuple[Any, Callable[[Any], Any]] | None],
+    ) -> Known | None:
+        """Decide for operands of a key and a layout, and keep the decision; None if it cannot be made now.
+
+        choose: as for `launch`, without arguments; what makes the launch may raise NotTaken.
+        """
+        device, launch, waits = tensors[0].device, None, False
+        if device.type == device_type() and not is_off():
+            if not may_load(device):
+                self.left(tensors, "is captured before it was computed once")
+                return None
+            if (choice := choose()) is not None:
+                kernel, waits = self.kernel(choice[0], device)
+                try:
+                    launch = None if kernel is None else choice[1](kernel)
+                except NotTaken:
+                    pass
+                except (RuntimeError, ValueError) as error:
+                    self.failed(device, error)
+            if launch is None:
+                self.left(tensors, "has no kernel here")
+        return self.launches.keep(key, launch, *tensors, waits=waits)
+
+    def left(self, tensors: Sequence[torch.Tensor], why: str) -> None:
+        """Called when such calls are left to torch. why: for example ``has no kernel here``."""
 
 
 def device_of(device: torch.device) -> Device:

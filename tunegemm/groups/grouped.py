@@ -7,7 +7,7 @@ Torch computes products for which no kernel is known to be faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.extension import Known, LaunchCache
+from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import (
@@ -32,7 +32,7 @@ from tunegemm.dispatch.guards import (
     is_transformed,
     tracing,
 )
-from tunegemm.errors import ArtifactError, ProblemError, TunegemmError, one_line
+from tunegemm.errors import ArtifactError, ProblemError, TunegemmError
 from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.cublaslt import is_torch
@@ -103,13 +103,13 @@ def grouped_mm(
     return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 
-class Groups:
+class Groups(extension.Family):
     """Computes grouped products with kernels. The process's instance is `groups`."""
 
     def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
-        self.load = load or self.load_compiled
-        """Returns a choice's kernel on the device with an index; None until it is compiled."""
-        self.launches = LaunchCache()
+        """load: returns a choice's kernel on the device with an index; None until it is compiled."""
+        super().__init__(kernels.FAMILY, "groups", "tunegemm.grouped_mm falls back to torch")
+        self._load = load or self.load_compiled
         self.loaded = LaunchCache()
         """Kernels, by choice and device."""
 
@@ -164,115 +164,61 @@ class Groups:
             a.numel(), b.numel(), len(tensors), gate, interleaved,
             (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, beside % ALIGNMENT == 0,
         )  # fmt: skip
-        known, kernel = self.launches.find(key, *tensors), None
+        known = self.launches.find(key, *tensors)
         if known is None:
             if not offs.is_contiguous():
                 return self.below_autograd(a, b, offs.contiguous(), bias, gate, interleaved, scales)
-            kernel = self._decide(key, tensors, bias, gate, scales)
-        if kernel is None and (known is None or known.launch is None):
+            known = self.decide(
+                key, tensors, lambda: self._choose(a, b, offs, bias, gate, interleaved, scales)
+            )
+        if known is None or known.launch is None:
             return None
-        operands: tuple[Any, ...]
-        words: dict[str, Any] = {}
-        if b.ndim == 2:
-            result = a.new_empty((offs.shape[0], a.shape[0], b.shape[1]))
-            operands = a.mT, b, result, offs
-        else:
-            weights = b.mT
-            dtype = a.dtype if scales is None else torch.bfloat16
-            result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
-            if bias is not None and bias.ndim == 1:
-                bias = bias.expand(weights.shape[:2])
-            operands, words = (a, weights, result, offs, bias, scales), {"interleaved": interleaved}
+        operands = _operands(a, b, offs, bias, gate, scales)
         try:
-            if kernel is not None:
-                known = self._bind(kernel, key, tensors, operands, words)
-            assert known is not None
-            if known.launch is None:
-                return None
             known.launch(*operands)
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
-            if capturing(a.device):
-                raise
+            self.failed(a.device, error)
             self.launches.keep(key, None, *tensors)
-            extension.warn(
-                f"the kernel for {tuple(a.shape)} x {tuple(b.shape)} in groups failed to launch "
-                f"({one_line(error)}); tunegemm falls back to torch"
-            )
             return None
+        result: torch.Tensor = operands[2]
         return result
 
-    def _bind(
-        self, kernel: Kernel, key: Hashable, tensors: tuple[Any, ...], operands: Any, words: Any
-    ) -> Known:
-        """Bind the kernel to operands with this layout and keep the launch: None if it does not take them."""
-        try:
-            launch = kernel(*operands, **words)
-        except NotTaken:
-            launch = None
-        return self.launches.keep(key, launch, *tensors)
-
-    def _decide(
-        self, key: Hashable, tensors: tuple[Any, ...], bias: Any, gate: str, scales: Any
-    ) -> Kernel | None:
-        """The kernel for operands; None if torch computes them. The answer None is kept unless temporary."""
-        a, b, offs, *_ = tensors
+    def _choose(
+        self, a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any
+    ) -> tuple[Any, Callable[[Kernel], Launch]] | None:
+        """See `Family.decide`."""
         if any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
             return None
-        is_off = extension.is_off()
-        kernel, waits = None, False
-        if not is_off and fits(a, b, offs, bias, extension.device_type(), gated=bool(gate), scales=scales):
-            if not extension.may_load(a.device):
-                self._warn_of_order(a, b, "is captured before it was computed once, and")
-                return None
-            kernel, waits = self._kernel_for(a, b, offs, gate)
-        if kernel is None:
-            if not is_off:
-                self._warn_of_order(a, b, "has no kernel here, and")
-            self.launches.keep(key, None, *tensors, waits=waits)
-        return kernel
+        if not fits(a, b, offs, bias, a.device.type, gated=bool(gate), scales=scales):
+            return None
+        try:
+            choice = _choice_for(a, b, offs, gate)
+        except (TunegemmError, OSError, RuntimeError) as error:
+            self.missing(a.device, error)
+            return None
+        if choice is None:
+            return None
+        operands = _operands(a, b, offs, bias, gate, scales)
+        words = {"interleaved": interleaved} if b.ndim == 3 else {}
+        return choice, lambda kernel: kernel(*operands, **words)
 
-    def _warn_of_order(self, a: Any, b: Any, why: str) -> None:
+    def left(self, tensors: Sequence[torch.Tensor], why: str) -> None:
         """Warn that a grouped product breaks the policy's promise of one order of sums."""
+        a, b, *_ = tensors
         policy = extension.policy()
-        if policy.is_batch_invariant and b.ndim == 3 and a.device.type == extension.device_type():
+        if policy.is_batch_invariant and b.ndim == 3:
             extension.warn(
-                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why} falls back to torch: "
-                f"{policy} does not hold",
+                f"a product of {tuple(a.shape)} and {tuple(b.shape)} in groups {why}, and falls back to "
+                f"torch: {policy} does not hold",
                 about=("order of groups", why, tuple(b.shape), b.dtype),
             )
 
-    def _kernel_for(self, a: Any, b: Any, offs: Any, gate: str) -> tuple[Kernel | None, bool]:
-        """The kernel for operands that fit, or None if torch should compute them; and whether a kernel is
-        being compiled.
-        """
-        try:
-            choice: GroupedChoice | AlongKChoice | None
-            if b.ndim == 2:
-                extents = offs.shape[0], a.shape[0], b.shape[1], b.shape[0]
-                choice = choose_along_k(*extents, gpu=extension.gpu_of(a.device))
-            else:
-                extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
-                dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
-                record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
-                ordered = extension.policy().is_batch_invariant
-                if record is None or (ordered and is_torch(record.candidate)):
-                    gpu = extension.gpu_of(a.device)
-                    choice = choose(*extents, gpu=gpu, dtype=dtype, gate=gate, major=major, ordered=ordered)
-                else:
-                    choice = _choice_of(record)
-            if choice is None:
-                return None, False
-            place = choice, a.device.index or 0
-            kernel: Kernel | None = self.loaded.once(place, lambda: self.load(*place))
-        except (TunegemmError, OSError, RuntimeError) as error:
-            extension.warn(
-                f"kernels of groups cannot run on {a.device}: {one_line(error)}; tunegemm.grouped_mm falls "
-                "back to torch"
-            )
-            return None, False
-        return kernel, kernel is None
+    def load(self, config: Any, device: torch.device) -> Kernel | None:
+        place = config, device.index or 0
+        kernel: Kernel | None = self.loaded.once(place, lambda: self._load(*place))
+        return kernel
 
     def load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
         place = torch.device("cuda", index)
@@ -304,6 +250,32 @@ class Groups:
             return launch_there
 
         return of_there
+
+
+def _operands(a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any) -> tuple[Any, ...]:
+    """The operands of a `Launch`, the third of which is its output."""
+    if b.ndim == 2:
+        return a.mT, b, a.new_empty((offs.shape[0], a.shape[0], b.shape[1])), offs
+    weights = b.mT
+    dtype = a.dtype if scales is None else torch.bfloat16
+    result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
+    if bias is not None and bias.ndim == 1:
+        bias = bias.expand(weights.shape[:2])
+    return a, weights, result, offs, bias, scales
+
+
+def _choice_for(a: Any, b: Any, offs: Any, gate: str) -> GroupedChoice | AlongKChoice | None:
+    """The kernel for operands that fit; None if torch should compute them."""
+    gpu = extension.gpu_of(a.device)
+    if b.ndim == 2:
+        return choose_along_k(offs.shape[0], a.shape[0], b.shape[1], b.shape[0], gpu=gpu)
+    extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
+    dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
+    record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
+    ordered = extension.policy().is_batch_invariant
+    if record is None or (ordered and is_torch(record.candidate)):
+        return choose(*extents, gpu=gpu, dtype=dtype, gate=gate, major=major, ordered=ordered)
+    return _choice_of(record)
 
 
 def are_plain(*operands: torch.Tensor | None) -> bool:

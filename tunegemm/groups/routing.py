@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ALIGNMENT
-from tunegemm.dispatch.guards import capturing, is_lazy
-from tunegemm.errors import TunegemmError, one_line
+from tunegemm.dispatch.guards import is_lazy
+from tunegemm.errors import TunegemmError
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.operands import objection, output_objection
@@ -60,7 +59,7 @@ class Gate(NamedTuple):
 SILU = Gate(slope=1.0, limit=float("inf"), offset=0.0, interleaved=False)
 
 
-class Routing:
+class Routing(extension.Family):
     """Runs the steps with kernels. The process's instance is `routing`."""
 
     def __init__(
@@ -69,10 +68,12 @@ class Routing:
         served: Collection[str] = kernels.ALL,
     ) -> None:
         """load: returns the kernel with a name on the device with an index; None until it is compiled."""
+        super().__init__(
+            kernels.FAMILY, "steps around products of groups", "tunegemm.experts falls back to torch for them"
+        )
         self._load = load or load_compiled
         self.served = served
         """The first words of the names of kernels that may serve; empty after a failed launch."""
-        self.launches = LaunchCache()
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
         """Sort x's rows by the experts that `index` (tokens, chosen) names; there are `count` experts.
@@ -144,37 +145,31 @@ class Routing:
         """The launches for a key and a layout; `plan` chooses the kernels for the operands."""
         known = self.launches.find(key, *tensors)
         if known is None:
-            device = tensors[0].device
-            if key[0] not in self.served or device.type != extension.device_type() or extension.is_off():
-                return None
-            if not extension.may_load(device):
-                return None
-            planned = () if any(map(is_lazy, tensors)) else plan(*tensors, *more)
-            launches, waits = self._launches_for(planned, device.index or 0)
-            known = self.launches.keep(key, launches, *tensors, waits=waits)
-        result: tuple[Launch, ...] | None = known.launch
+            known = self.decide(key, tensors, lambda: self._choose(plan, tensors, *more))
+        result: tuple[Launch, ...] | None = None if known is None else known.launch
         return result
 
-    def _launches_for(self, planned: Sequence[Planned], index: int) -> tuple[tuple[Launch, ...] | None, bool]:
-        """The launches, or None if torch should compute the step; and whether a kernel is being compiled."""
+    def _choose(
+        self, plan: Callable[..., Sequence[Planned]], tensors: Any, *more: Any
+    ) -> tuple[list[str], Callable[[Sequence[Bind]], tuple[Launch, ...]]] | None:
+        """See `Family.decide`."""
+        planned = () if any(map(is_lazy, tensors)) else plan(*tensors, *more)
         names = [each.name for each in planned]
         if not planned or any(name.split()[0] not in self.served for name in names):
-            return None, False
-        try:
-            binds: list[Any] = [self._load(name, index) for name in names]
-        except TunegemmError:  # the products' kernels are missing too, and warn of it
-            return None, False
-        except (OSError, RuntimeError) as error:
-            _warn(error)
-            return None, False
-        if None in binds:
-            return None, True
-        try:
-            return tuple(
-                bind(each.ctas, **each.numbers) for bind, each in zip(binds, planned, strict=True)
-            ), False
-        except NotTaken:
-            return None, False
+            return None
+        return names, lambda binds: tuple(
+            bind(each.ctas, **each.numbers) for bind, each in zip(binds, planned, strict=True)
+        )
+
+    def load(self, config: Sequence[str], device: torch.device) -> Sequence[Bind] | None:
+        """The kernels with these names; None until all are compiled."""
+        binds = [self._load(name, device.index or 0) for name in config]
+        found = [bind for bind in binds if bind is not None]
+        return found if len(found) == len(binds) else None
+
+    def missing(self, device: torch.device, error: Exception) -> None:
+        if not isinstance(error, TunegemmError):  # else the products' kernels are missing too, and warn of it
+            super().missing(device, error)
 
     def _done(self, launch: Launch, tensors: tuple[Any, ...]) -> bool:
         try:
@@ -182,9 +177,7 @@ class Routing:
         except NotTaken:
             return False
         except (RuntimeError, ValueError) as error:
-            if capturing(tensors[0].device):
-                raise
-            _warn(error)
+            self.failed(tensors[0].device, error)
             self.served = ()
             self.launches.clear()
             return False
@@ -356,13 +349,6 @@ def few(
         )
 
     return of
-
-
-def _warn(error: Exception) -> None:
-    extension.warn(
-        f"kernels around products of groups cannot run ({one_line(error)}); tunegemm.experts falls back to "
-        "torch for their steps"
-    )
 
 
 #: Serves the process.
