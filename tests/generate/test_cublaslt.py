@@ -52,13 +52,13 @@ def test_the_column_major_product_is_the_product(layout: str, out_major: str, sh
     strides = (operands.a.stride(), operands.b.stride(), operands.out.stride())
     for given in (strides, packed_strides(problem)):
         operands.out.fill_(float("nan"))
-        product = column_major(problem, given)
-        for matrix in (product.first, product.second, product.out):
+        left, right, to = column_major(problem, given)
+        for matrix in (left, right, to):
             assert matrix.leading >= matrix.rows, "the library refuses anything else"
         for entry in range(problem.batch):
-            first = memory(product.first, tensors[product.first.operand], entry).float()
-            second = memory(product.second, tensors[product.second.operand], entry).float()
-            memory(product.out, operands.out, entry).copy_(first @ second)
+            first = memory(left, tensors[left.operand], entry).float()
+            second = memory(right, tensors[right.operand], entry).float()
+            memory(to, operands.out, entry).copy_(first @ second)
         expected = operands.a.float() @ operands.b.float()
         torch.testing.assert_close(operands.out, expected, rtol=1e-5, atol=1e-5)
 
@@ -66,9 +66,9 @@ def test_the_column_major_product_is_the_product(layout: str, out_major: str, sh
 def test_views_keep_their_leading_dimension() -> None:
     problem = Problem(5, 7, 11)
     a, b, out = torch.rand(5, 20)[:, 4:15], torch.rand(7, 16)[:, :11].mT, torch.zeros(5, 9)[:, :7]
-    product = column_major(problem, (a.stride(), b.stride(), out.stride()))
-    assert (product.first.leading, product.second.leading, product.out.leading) == (16, 20, 9)
-    memory(product.out, out, 0).copy_(memory(product.first, b, 0) @ memory(product.second, a, 0))
+    left, right, to = column_major(problem, (a.stride(), b.stride(), out.stride()))
+    assert (left.leading, right.leading, to.leading) == (16, 20, 9)
+    memory(to, out, 0).copy_(memory(left, b, 0) @ memory(right, a, 0))
     torch.testing.assert_close(out, a @ b)
 
 

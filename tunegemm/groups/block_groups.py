@@ -85,9 +85,11 @@ def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
 def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:
     if grouped.groups.are_checked():
         check_ends(offs, a.shape[0])
-    result = _by_kernel(a, b, scale_a, scale_b, offs.contiguous())
-    if result is not None:
-        return result
+    if a.shape[0]:
+        tensors = a, b, scale_a, scale_b, offs.contiguous()
+        results = _family.launch((a.numel(), b.numel()), tensors, _allocate, _choose)
+        if results is not None:
+            return results[0]
     policy = extension.policy()
     if policy.is_batch_invariant and a.device.type == extension.device_type():
         extension.warn(
@@ -96,14 +98,6 @@ def _compute(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Ten
             about=("order of groups", "block scales", tuple(b.shape)),
         )
     return emulated(a, b, scale_a, scale_b, offs)
-
-
-def _by_kernel(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor | None:
-    """The product in bf16 from a kernel; None if no kernel can run."""
-    if not a.shape[0]:
-        return None
-    results = _family.launch((a.numel(), b.numel()), (a, b, scale_a, scale_b, offs), _allocate, _choose)
-    return None if results is None else results[0]
 
 
 def _allocate(a: Any, b: Any, *_: Any) -> tuple[torch.Tensor]:

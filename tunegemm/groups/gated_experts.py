@@ -200,13 +200,7 @@ def _by_rows(
         both = multiply(rows, gate_up.mT, ends, gate_up_bias) if plain else None
         if both is None:
             both = otherwise(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
-        gate = _SILUS[interleaved] if activation == "silu" else activation
-        if around is not None and isinstance(gate, Gate):
-            inner = around.gate(both, gate)
-        if inner is None:
-            if nobodys is not None:
-                both = both.masked_fill(nobodys, 0)
-            inner = _gate(both, activation, interleaved)
+        inner = _gate(both, activation, interleaved, around, nobodys)
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
         of_rows = otherwise(inner, down.mT, offs=ends, bias=down_bias)
@@ -223,10 +217,8 @@ def _by_blocks(
     if activation == "silu" and not interleaved:
         values, scales = quantize(both, gate="swiglu")
     else:
-        gate = _SILUS[interleaved] if activation == "silu" else activation
-        inner = around.gate(both, gate) if around is not None and isinstance(gate, Gate) else None
-        if inner is None:
-            inner = _gate(both, activation, interleaved)
+        inner = _gate(both, activation, interleaved, around)
+        if callable(activation) and type(activation) is not Gate:
             _check_inner(inner, both)
         values, scales = quantize(inner)
     return scaled_grouped_mm(values, down.mT, scales, down_scale.mT, ends, None)
@@ -249,8 +241,17 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
 
 
-def _gate(both: torch.Tensor, activation: Any, interleaved: bool) -> torch.Tensor:
-    """Apply the gate to rows of gate and up."""
+def _gate(
+    both: torch.Tensor, activation: Any, interleaved: bool, around: Any = None, nobodys: Any = None
+) -> torch.Tensor:
+    """Apply the gate to rows of gate and up, with a kernel of `around` if it has one."""
+    gate = _SILUS[interleaved] if activation == "silu" else activation
+    if around is not None and isinstance(gate, Gate):
+        inner: torch.Tensor | None = around.gate(both, gate)
+        if inner is not None:
+            return inner
+    if nobodys is not None:
+        both = both.masked_fill(nobodys, 0)
     if callable(activation):
         return activation(both)
     gate, up = (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)

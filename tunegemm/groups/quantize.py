@@ -51,8 +51,11 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
 
 def _quantized(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
     _check(x, gate)
-    result = _by_kernel(x, gate is not None, bool(power_of_two))
-    return by_torch(x, gate is not None, power_of_two) if result is None else result
+    results: Any = None
+    if are_plain(x):
+        facts = gate is not None, bool(power_of_two)
+        results = _family.launch(facts, (x,), _allocate, _choose, *facts)
+    return by_torch(x, gate is not None, power_of_two) if results is None else results
 
 
 def _check(x: torch.Tensor, gate: str | None) -> None:
@@ -85,14 +88,6 @@ def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
         scales = torch.where(scales < float("inf"), rounded, scales)
     values = (padded * scales.reciprocal().unsqueeze(2)).to(_FP8).flatten(1)[:, :k]
     return values.contiguous(), scales.t().clone(memory_format=torch.contiguous_format).t()
-
-
-def _by_kernel(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized | None:
-    """By one launch; None if torch must do it."""
-    if not are_plain(x):
-        return None
-    results: Any = _family.launch((gated, power_of_two), (x,), _allocate, _choose, gated, power_of_two)
-    return results
 
 
 _family = extension.Family(kernels.FAMILY, "quantize", "torch's operations quantise")

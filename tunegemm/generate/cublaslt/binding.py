@@ -156,15 +156,15 @@ class Plan:
 
     def __init__(self, problem: Problem, strides: Strides) -> None:
         self._made: list[tuple[Any, c_void_p]] = []
-        product = column_major(problem, strides)
+        first, second, out = column_major(problem, strides)
         self.description = self._make("MatmulDesc", COMPUTE_32F, R_32F)
-        for attribute, matrix in ((TRANSA, product.first), (TRANSB, product.second)):
+        for attribute, matrix in ((TRANSA, first), (TRANSB, second)):
             _set("MatmulDesc", self.description, attribute, c_int32(matrix.transpose))
-        self.first = self._layout(problem, product.first, problem.in_dtype)
-        self.second = self._layout(problem, product.second, problem.in_dtype)
-        self.out = self._layout(problem, product.out, problem.out_dtype)
-        self._problem, self._of_out = problem, product.out
-        self._added = {product.out.leading: self.out}
+        self.first = self._layout(problem, first, problem.in_dtype)
+        self.second = self._layout(problem, second, problem.in_dtype)
+        self.out = self._layout(problem, out, problem.out_dtype)
+        self._problem, self._of_out = problem, out
+        self._added = {out.leading: self.out}
 
     def added(self, leading: int) -> c_void_p:
         """The descriptor of an added matrix: D's, with another leading dimension."""

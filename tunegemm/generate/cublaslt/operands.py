@@ -28,15 +28,6 @@ class Matrix:
     """Whether the product reads the matrix transposed."""
 
 
-@dataclass(frozen=True)
-class Product:
-    """``out = op(first) @ op(second)`` for each batch entry; all three are column-major."""
-
-    first: Matrix
-    second: Matrix
-    out: Matrix
-
-
 def packed_strides(problem: Problem) -> Strides:
     """The strides of operands without gaps: two each, or three if the problem has a batch."""
 
@@ -51,8 +42,8 @@ def packed_strides(problem: Problem) -> Strides:
     )
 
 
-def column_major(problem: Problem, strides: Strides) -> Product:
-    """The product of a problem over operands with these strides.
+def column_major(problem: Problem, strides: Strides) -> tuple[Matrix, Matrix, Matrix]:
+    """The matrices of ``out = op(first) @ op(second)`` for operands of a problem with these strides.
 
     A row-major `out` is the column-major matrix `out^T = b^T @ a^T`, so b comes first.
     """
@@ -60,12 +51,8 @@ def column_major(problem: Problem, strides: Strides) -> Product:
     b = _memory("b", problem.k, problem.n, problem.b_major == "n", strides[1])
     out = _memory("out", problem.m, problem.n, problem.out_major == "n", strides[2])
     if problem.out_major == "n":
-        return Product(
-            replace(b, transpose=problem.b_major == "k"), replace(a, transpose=problem.a_major == "m"), out
-        )
-    return Product(
-        replace(a, transpose=problem.a_major == "k"), replace(b, transpose=problem.b_major == "n"), out
-    )
+        return replace(b, transpose=problem.b_major == "k"), replace(a, transpose=problem.a_major == "m"), out
+    return replace(a, transpose=problem.a_major == "k"), replace(b, transpose=problem.b_major == "n"), out
 
 
 def _memory(
