@@ -85,28 +85,14 @@ def config_maker(config: type[AnyConfig]) -> Callable[[Problem, Candidate], AnyC
             values["gpc_aware"] = True
         return config.from_mapping(values)
 
-    # Consecutive rules ask for the same candidate's config.
-    last: tuple[Problem, tuple[tuple[str, Value], ...], tuple[bool, bool], AnyConfig] | None = None
-
     def config_of(problem: Problem, candidate: Candidate) -> AnyConfig:
-        nonlocal last
         swapped = bool(candidate.params.get("swap_ab", False))
         gpc_aware = has_orders and candidate.params.get("cluster_order", "index") == "gpc"
-        params = candidate.compile_params
-        if (
-            (known := last)
-            and known[0] is problem
-            and known[1] is params
-            and known[2] == (swapped, gpc_aware)
-        ):
-            return known[3]
         in_dtype = swapped_dtype(problem.in_dtype) if swapped else problem.in_dtype
-        found = make(
-            params, problem.epilogue if fuses else "", swapped, gpc_aware,
+        return make(
+            candidate.compile_params, problem.epilogue if fuses else "", swapped, gpc_aware,
             in_dtype, problem.out_dtype, problem.accumulation, *majors(problem, swapped),
         )  # fmt: skip
-        last = problem, params, (swapped, gpc_aware), found
-        return found
 
     return config_of
 
