@@ -41,7 +41,6 @@ from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import routing
 from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k, maker_of
 from tunegemm.store.checks import record_objection
-from tunegemm.store.record import Record
 
 #: The dtypes that kernels multiply, with their names in the table.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
@@ -265,17 +264,30 @@ def _operands(a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any) -> t
 
 
 def _choice_for(a: Any, b: Any, offs: Any, gate: str) -> GroupedChoice | AlongKChoice | None:
-    """The kernel for operands that fit; None if torch should compute them."""
+    """The kernel for operands that fit, by their record or the table; None if torch's is the fastest.
+
+    Raises ArtifactError if the record's kernel cannot run here.
+    """
     gpu = extension.gpu_of(a.device)
     if b.ndim == 2:
         return choose_along_k(offs.shape[0], a.shape[0], b.shape[1], b.shape[0], gpu=gpu)
-    extents = b.shape[0], b.shape[2], b.shape[1], a.shape[0]
-    dtype, major = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n"
-    record = _record(*extents, a.device, dtype=dtype, gate=gate, b_major=major)
+    groups, k, n = b.shape
+    dtype, major, rows = _DTYPES[a.dtype], "k" if b.stride(1) == 1 else "n", a.shape[0]
+    try:
+        problem = Problem.of_groups(rows, n, k, groups, dtype=dtype, gate=gate, b_major=major)
+    except ProblemError:  # never tuned: one group, or packed lines that TMA cannot read
+        record = None
+    else:
+        record = extension.recorded(problem, a.device)
     ordered = extension.policy().is_batch_invariant
     if record is None or (ordered and is_torch(record.candidate)):
-        return choose(*extents, gpu=gpu, dtype=dtype, gate=gate, major=major, ordered=ordered)
-    return _choice_of(record)
+        return choose(groups, n, k, rows, gpu=gpu, dtype=dtype, gate=gate, major=major, ordered=ordered)
+    if is_torch(record.candidate):
+        return None
+    if wrong := record_objection(record):
+        raise ArtifactError(f"the record of {record.problem} cannot run here: {wrong}")
+    config = kernels.config_of(record.problem, record.candidate)
+    return GroupedChoice(config, *kernels.launch_arguments(record.candidate))
 
 
 def are_plain(*operands: torch.Tensor | None) -> bool:
@@ -295,25 +307,6 @@ def are_plain(*operands: torch.Tensor | None) -> bool:
 def has_gradient(*operands: torch.Tensor | None) -> bool:
     """Whether the product of these operands needs a gradient."""
     return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
-
-
-def _record(groups: int, n: int, k: int, rows: int, device: torch.device, **kind: str) -> Record | None:
-    """The tuned record of a grouped product, if there is one."""
-    try:
-        problem = Problem.of_groups(rows, n, k, groups, **kind)
-    except ProblemError:  # never tuned: one group, or packed lines that TMA cannot read
-        return None
-    return extension.recorded(problem, device)
-
-
-def _choice_of(record: Record) -> GroupedChoice | None:
-    """A record's kernel; None if torch's is the fastest. Raises ArtifactError if it cannot run here."""
-    if is_torch(record.candidate):
-        return None
-    if wrong := record_objection(record):
-        raise ArtifactError(f"the record of {record.problem} cannot run here: {wrong}")
-    config = kernels.config_of(record.problem, record.candidate)
-    return GroupedChoice(config, *kernels.launch_arguments(record.candidate))
 
 
 def fits(
