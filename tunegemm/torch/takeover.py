@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-import tunegemm.groups.operators  # noqa: F401 - puts products of groups into the registry
+import tunegemm.groups.scaled_groups  # noqa: F401 - puts products of groups into the registry
 from tunegemm.choose.operators import OPERATORS
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.autograd import DTYPES
