@@ -130,12 +130,12 @@ def _compile(key: Key, out: Path) -> Resources:
     return build(function, arguments, constants, out, num_warps=warps, aligned=_ALIGNED[name])
 
 
-def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
-    """Load an object. Returns a function of the grid and of numbers by name, which returns the launch for
-    tensors in order.
+def load(artifact: Path, index: int | None = None) -> Callable[..., Callable[..., None]]:
+    """Load an object on the GPU with that index, by default the current one. Returns a function of the grid
+    and of numbers by name, which returns the launch for tensors in order.
 
-    Raises RuntimeError if the object cannot be loaded on the GPU with that index. The function raises
-    NotTaken for numbers beyond the kernel's range, and the launch for addresses that it does not take.
+    Raises RuntimeError if the object cannot be loaded. The function raises NotTaken for numbers beyond the
+    kernel's range, and the launch for addresses that it does not take.
     """
     import torch
     from torch._C import _cuda_getCurrentRawStream as current_stream
@@ -143,6 +143,7 @@ def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
 
     from tunegemm.generate import triton_launch
 
+    index = current_device() if index is None else index
     kernel = triton_launch.load(artifact, index)
     pointers = [argument.name for argument in kernel.header.arguments if argument.type == "pointer"]
     is_wide = [name in _ALIGNED[kernel.header.entry] for name in pointers]
@@ -179,16 +180,10 @@ def load(artifact: Path, index: int) -> Callable[..., Callable[..., None]]:
     return bind
 
 
-def _load_here(name: str, artifact: Path) -> Callable[..., Callable[..., None]]:
-    import torch
-
-    return load(artifact, torch.cuda.current_device())
-
-
 FAMILY = Kernels(
     folder=Path(__file__).parent,
     compile=_compile,
-    kernel=_load_here,
+    kernel=lambda _, artifact: load(artifact),
     choices=_CHOICES.__getitem__,
     toolchain=toolchain,
     packages=(CUDA_BINDINGS,),
