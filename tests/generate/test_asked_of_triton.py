@@ -210,7 +210,7 @@ def test_how_a_product_of_blocks_is_divided(
     ("found", "expected"),
     [
         ((24, 5, 2), LibraryChoice(128, 256, 2, 1, 2)), ((24, 5, 0), LibraryChoice(128, 256, 2, 1, 1)),
-        ((0, 5, 1), None), ((24, 0, 1), None), (None, None), ("error", None),
+        ((0, 5, 1), None), ((9999, 5, 1), None), ((24, 0, 1), None), (None, None), ("error", None),
     ],
 )  # fmt: skip
 def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: Any, expected: Any) -> None:
@@ -220,7 +220,7 @@ def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: A
         return [] if found is None else [SimpleNamespace(algorithm=found)]
 
     def read(algorithm: Any, name: str) -> int:
-        return int(algorithm[("tile", "cluster_shape", "split_k").index(name)])
+        return dict(zip(("tile", "cluster_shape", "split_k"), algorithm, strict=True)).get(name, 0)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(binding, "Plan", lambda *_: None)

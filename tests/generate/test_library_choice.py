@@ -50,10 +50,10 @@ def test_numbers_and_names_are_those_of_the_librarys_header() -> None:
         assert getattr(binding.HeuristicResult, ours).offset == result.fields[member][1]
 
 
-def test_a_tiles_name_says_its_extents() -> None:
-    assert names.extents("tile", 24) == (256, 128) and names.extents("cluster_shape", 5) == (1, 2)
-    assert names.extents("tile", 0) is names.extents("cluster_shape", 0) is None, "UNDEFINED and AUTO"
-    assert names.extents("tile", 9999) is None
+def test_a_number_has_its_name_if_it_has_one() -> None:
+    assert names.name_of("tile", 24) == "256x128" and names.name_of("cluster_shape", 5) == "1x2x1"
+    assert (names.name_of("tile", 0), names.name_of("cluster_shape", 0)) == ("UNDEFINED", "AUTO")
+    assert names.name_of("tile", 9999) == 9999
 
 
 def test_a_label_has_the_same_as_torch_has_rows_and_columns() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cublaslt import binding, names
+from tunegemm.generate.cublaslt import binding, library
 from tunegemm.generate.cublaslt.operands import packed_strides
 
 #: The workspace that torch allows the library on Hopper.
@@ -38,9 +38,8 @@ def parse_label(label: str) -> LibraryChoice | None:
     if tile is None or cluster is None:
         return None
     # The library computes D^T: its rows are our columns.
-    return LibraryChoice(
-        int(tile[2]), int(tile[1]), int(cluster[2]), int(cluster[1]), int(split[1]) if split else 1
-    )
+    split_k = max(1, int(split[1])) if split else 1
+    return LibraryChoice(int(tile[2]), int(tile[1]), int(cluster[2]), int(cluster[1]), split_k)
 
 
 def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
@@ -52,25 +51,16 @@ def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
     try:
         plan = binding.Plan(problem, packed_strides(problem))
         results = binding.heuristic(device_index, plan, 1, _WORKSPACE_BYTES)
-        if not results:
-            return None
-        tile, cluster, split_k = (
-            binding.read(results[0].algorithm, name) for name in ("tile", "cluster_shape", "split_k")
-        )
+        labels = [library.label(library.candidate_of(result.algorithm, 0)) for result in results]
     except RuntimeError:
         return None
-    of_tile, of_cluster = names.extents("tile", tile), names.extents("cluster_shape", cluster)
-    if of_tile is None or of_cluster is None:
-        return None
-    return LibraryChoice(of_tile[1], of_tile[0], of_cluster[1], of_cluster[0], max(1, split_k))
+    return parse_label(labels[0]) if labels else None
 
 
 def as_torch_chooses(problem: Problem, device_index: int) -> Candidate | None:
     """The algorithm that the library chooses, for plain products and those with a residual; None if it cannot
     be asked."""
     import torch
-
-    from tunegemm.generate.cublaslt import library
 
     if binding.missing() is not None or not torch.cuda.is_initialized():
         return None

@@ -44,9 +44,3 @@ def number_of(attribute: str, value: Value) -> int:
             f"{attribute}={value!r} is not a name that this tunegemm knows; upgrade it or tune again"
         )
     return _numbers(attribute)[value]
-
-
-def extents(attribute: str, number: int) -> tuple[int, int] | None:
-    """A tile's or cluster's rows and columns of the library's D; None if the name has no extents."""
-    rows, *others = tables()[attribute].get(number, "").split("x")
-    return (int(rows), int(others[0])) if others else None
