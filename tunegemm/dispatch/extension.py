@@ -354,7 +354,7 @@ class Family:
         device, launch, waits = tensors[0].device, None, False
         if device.type == device_type() and not is_off():
             if not may_load(device):
-                self.left(tensors, "is captured before it was computed once")
+                self.falls_back(tensors, "is captured before it was computed once")
                 return None
             if (choice := choose()) is not None:
                 kernel, waits = self.kernel(choice[0], device)
@@ -365,11 +365,11 @@ class Family:
                 except (RuntimeError, ValueError) as error:
                     self.failed(device, error)
             if launch is None:
-                self.left(tensors, "has no kernel here")
+                self.falls_back(tensors, "has no kernel here")
         return self.launches.keep(key, launch, *tensors, waits=waits)
 
-    def left(self, tensors: Sequence[torch.Tensor], why: str) -> None:
-        """Called when such calls are left to torch. why: for example ``has no kernel here``."""
+    def falls_back(self, tensors: Sequence[torch.Tensor], why: str) -> None:
+        """Called when such calls fall back to torch. why: for example ``has no kernel here``."""
 
 
 def device_of(device: torch.device) -> Device:

@@ -203,7 +203,7 @@ class Groups(extension.Family):
         words = {"interleaved": interleaved} if b.ndim == 3 else {}
         return choice, lambda kernel: kernel(*operands, **words)
 
-    def left(self, tensors: Sequence[torch.Tensor], why: str) -> None:
+    def falls_back(self, tensors: Sequence[torch.Tensor], why: str) -> None:
         """Warn that a grouped product breaks the policy's promise of one order of sums."""
         a, b, *_ = tensors
         policy = extension.policy()
