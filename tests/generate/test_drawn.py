@@ -5,10 +5,11 @@ compile. No GPU needed.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tunegemm.generate import grouped
+from tunegemm.generate import along_k, block_groups, blocks, drawn, grouped, joined, parted, quantize
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.drawn.config import DrawnConfig
 from tunegemm.generate.families import kernel_source_hash
@@ -48,3 +49,9 @@ def test_a_part_of_k_has_one_subtile_to_store() -> None:
         if isinstance(config, PartedConfig):
             assert config.subtiles == 1 and config.consumers == 1 and config.cluster_size == 1
             assert config.accumulator_registers % 4 == 0 and config.parts in (2, 4, 8)
+
+
+@pytest.mark.parametrize("module", [along_k, block_groups, blocks, drawn, grouped, joined, parted, quantize])
+def test_programs_load_objects_by_the_key_of_a_modules_kernel(module: Any) -> None:
+    """Programs outside find an object by it, as `packing.provide_grouped` has them."""
+    assert module.kernel_key == module.FAMILY.key_of
