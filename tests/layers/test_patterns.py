@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,15 +121,16 @@ def test_steps_after_a_layer_are_its_kernels(kernels: Kernels, name: str, bias: 
     assert counts_of(made(Own(CHAINS[name], bias)), given()) == {"chain": 1} and len(kernels.calls) == 2
 
 
-def _viewed(m: Own, x: torch.Tensor) -> torch.Tensor:
+def _viewed(m: Own, x: torch.Tensor, turned: Any = lambda k: k.mT) -> torch.Tensor:
     q, k = (layer(x).view(*x.shape[:-1], -1, 16).transpose(1, 2) for layer in (m.a, m.b))
-    return (q @ k.mT).softmax(-1) @ k
+    return (q @ turned(k)).softmax(-1) @ k
 
 
 SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
     "of two widths": (lambda m, x: torch.cat((m.a(x), m.c(x)), -1), True),
     "three": (lambda m, x: m.a(x) * m.b(x) + m.c(x).sum(-1, keepdim=True), True),
     "heads": (_viewed, True),
+    "heads, as Dynamo of torch 2.14 has them": (partial(_viewed, turned=torch.ops.aten.mT), True),
     "one line": (lambda m, x: m.a(x).view(-1).sum() + m.b(x), False),
     "results": (lambda m, x: (m.a(x), m.b(x)), False),
     "four": (lambda m, x: m.a(x).sum() + m.b(x).sum() + m.c(x).sum() + m.both(x), False),

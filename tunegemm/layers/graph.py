@@ -132,7 +132,7 @@ def passed_on(node: Node) -> Node | None:
 VIEWS = frozenset((
     "view", "reshape", "transpose", "permute", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous",
     "chunk", "split", "unbind", "expand", "narrow", "select", "movedim", "swapaxes", "view_as", "reshape_as",
-    "mT", "T", "getitem",
+    "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "getitem",
 ))  # fmt: skip
 """Names of what returns views of a tensor, if it can."""
 _NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", "view_as_complex", "stride"))
@@ -255,7 +255,7 @@ def writes(node: Node) -> Iterator[Any]:
         if node.target._schema.is_mutable:
             yield None
     elif isinstance(node.target, torch._ops.OpOverloadPacket):
-        if any(getattr(node.target, name)._schema.is_mutable for name in node.target._overload_names):
+        if any(getattr(node.target, name)._schema.is_mutable for name in node.target.overloads()):
             yield None
     elif node.target is operator.setitem or node.target in _IN_PLACE:
         yield node.args[0]
@@ -287,6 +287,9 @@ _IN_PLACE = frozenset(
 def only_computes(target: Callable[..., Any]) -> bool:
     """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
     functions that change torch's state may not, and neither may any other function."""
+    if isinstance(target, torch._ops.OpOverloadPacket):  # as Dynamo has properties since torch 2.14
+        overloads = [getattr(target, name) for name in target.overloads()]
+        return all(each.namespace == "aten" and not each._schema.is_mutable for each in overloads)
     module = str(getattr(target, "__module__", None) or "")
     name = str(getattr(target, "__name__", ""))
     if module in ("_operator", "operator", "builtins", "math"):
