@@ -255,7 +255,7 @@ def writes(node: Node) -> Iterator[Any]:
         if node.target._schema.is_mutable:
             yield None
     elif isinstance(node.target, torch._ops.OpOverloadPacket):
-        if any(getattr(node.target, name)._schema.is_mutable for name in node.target.overloads()):
+        if any(getattr(node.target, name)._schema.is_mutable for name in node.target._overload_names):
             yield None
     elif node.target is operator.setitem or node.target in _IN_PLACE:
         yield node.args[0]
@@ -288,7 +288,7 @@ def only_computes(target: Callable[..., Any]) -> bool:
     """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
     functions that change torch's state may not, and neither may any other function."""
     if isinstance(target, torch._ops.OpOverloadPacket):  # as Dynamo has properties since torch 2.14
-        overloads = [getattr(target, name) for name in target.overloads()]
+        overloads = [getattr(target, name) for name in target._overload_names]
         return all(each.namespace == "aten" and not each._schema.is_mutable for each in overloads)
     module = str(getattr(target, "__module__", None) or "")
     name = str(getattr(target, "__name__", ""))
