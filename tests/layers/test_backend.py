@@ -444,3 +444,17 @@ def test_a_limit_of_recompiling_is_said(caplog: pytest.LogCaptureFixture) -> Non
             x = given(rows)
             close(run(x, 1.0), model(x, 1.0))
     assert any("recompile_limit" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"mode": "reduce-overhead"}, r"mode 'reduce-overhead' is Inductor's; .*tunegemm.enable\(\)"),
+        ({"options": {"triton.cudagraphs": True}}, "no option 'triton.cudagraphs'"),
+    ],
+)
+def test_what_inductor_alone_takes_is_refused_by_name(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        torch.compile(made(MLP()), backend="tunegemm", **words)(given())
+    result = torch.compile(made(MLP()), backend="tunegemm", mode="default")(given())
+    assert result.shape == given().shape

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tunegemm.dispatch.guards import deterministic, functorch_level
+from tunegemm.errors import BadValueError
 from tunegemm.layers import masks
 from tunegemm.layers.fusion import fuse
 
 _log = logging.getLogger(__name__)
 
 
-def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def tunegemm(
+    graph: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
     """Serve a graph: ``torch.compile(model, backend="tunegemm")``.
 
     These become tunegemm's calls: gate and up with their activation, a layer with its activation and
@@ -24,7 +31,18 @@ def tunegemm(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Call
     runs without its mask if the graph computes a causal one from extents alone. Torch computes everything
     else, and nothing is compiled. Torch also computes graphs that train, and graphs under deterministic
     algorithms or within torch.func.
+
+    Raises BadValueError for a mode or options of Inductor.
     """
+    if mode not in (None, "default"):
+        raise BadValueError(
+            f"mode {mode!r} is Inductor's; call torch.compile(model, mode={mode!r}) in tunegemm.enable(), "
+            "or leave mode out and capture the model with torch.cuda.graph"
+        )
+    if options:
+        raise BadValueError(
+            f"the backend tunegemm has no option {next(iter(options))!r}; only Dynamo's guard_filter_fn works"
+        )
     count = prepare(graph)
     _log.info("%s", said(count))
     return graph.forward
