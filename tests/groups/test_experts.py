@@ -213,6 +213,8 @@ def test_fx_traces_a_call() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
+    "no tensor": ({"down": lambda _: None}, "down is a NoneType; give a tensor"),
+    "a list": ({"index": lambda index: index.tolist()}, "index is a list; give a tensor"),
     "activation": ({"activation": lambda _: "swish"}, "'swish' has no gated form; use silu, gelu"),
     "down": ({"down": lambda d: d.mT}, r"down \(6, 48, 64\); give \(tokens, hidden\)"),
     "halves": ({"gate_up": lambda g: g[:, :-2]}, r"gate_up \(6, 94, 64\)"),

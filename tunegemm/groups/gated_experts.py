@@ -294,6 +294,10 @@ def _check(
     gate_up_scale: Any, down_scale: Any, activation: Any,
 ) -> None:  # fmt: skip
     """Check that the operands form a layer. Raises ProblemError if they do not."""
+    names = {"x": x, "gate_up": gate_up, "down": down, "index": index, "weights": weights}
+    for name, each in names.items():
+        if not isinstance(each, torch.Tensor):
+            raise ProblemError(f"{name} is a {type(each).__name__}; give a tensor")
     if not callable(activation) and activation not in ACTIVATIONS:
         raise ProblemError(
             f"activation {activation!r} has no gated form; use {', '.join(ACTIVATIONS)}, or a function"
