@@ -41,7 +41,7 @@ class Down(NamedTuple):
     warps: int
 
 
-#: The kernels `few_down`, by the most choices of a token. Measured on an H200 beside 50 others (decision 37).
+#: The kernels `few_down`, by the most choices of a token (docs/decisions/0037).
 DOWNS = {5: Down(1, 1, 1024, 1), MOST: Down(8, 2, 128, 2)}
 #: The most tokens of a layer that `few_up` and `few_down` compute, and the least experts per choice if there
 #: are several tokens, which may choose the same experts.
