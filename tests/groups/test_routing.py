@@ -394,7 +394,7 @@ def test_what_combine_and_gate_take_at_their_borders() -> None:
 
 def test_what_two_launches_take_at_their_borders(steps: Steps) -> None:
     """Of one token any, of more only where they rarely choose the same experts."""
-    up, down = torch.empty(24, 32, 16, dtype=BF16), torch.empty(24, 16, 16, dtype=BF16)
+    up, down = torch.empty(48, 32, 16, dtype=BF16), torch.empty(48, 16, 16, dtype=BF16)
     gate = Gate(1.5, 2.0, 1.0)
 
     def names(tokens: int = 1, chosen: int = 2, **changes: Any) -> list[str]:
@@ -413,26 +413,36 @@ def test_what_two_launches_take_at_their_borders(steps: Steps) -> None:
     ]  # fmt: skip
     assert [names(1, chosen)[1][-1] for chosen in (5, 6)] == ["1", "8"]
     assert names(weights=torch.empty(1, 2))[1] == "few_down bf16 fp32 1"
-    bias = torch.empty(24, 33, dtype=BF16)[:, :32]
+    bias = torch.empty(48, 33, dtype=BF16)[:, :32]
     planned = routing.plan_layer(
         torch.empty(2, 24, dtype=BF16)[:, :16], up, down, torch.zeros(2, 3, dtype=torch.int32),
         torch.empty(2, 4)[:, :3], (bias, None), gate,
     )  # fmt: skip
-    common = {"step": 1, "chosen": 3, "count": 24, "units": 2, "group_units": 64, "line_units": 2}
+    common = {"step": 1, "chosen": 3, "count": 48, "units": 2, "group_units": 64, "line_units": 2}
     first, last = (each.numbers for each in planned)
     assert first.items() >= (common | {"total": 6, "n": 16, "x_units": 3, "turns": 2, "apart": 1}).items()
     assert first.items() >= {"has_bias": 1, "bias_stride": 33}.items()
     common |= {"group_units": 32}
     assert last.items() >= (common | {"tokens": 2, "n": 16, "has_bias": 0, "factors_stride": 4}).items()
     assert [each.ctas for each in planned] == [6 * 16, 2 * 16]
-    apart = torch.empty(24, 32, 20, dtype=BF16)[..., :16]
+    apart = torch.empty(48, 32, 20, dtype=BF16)[..., :16]
     for changes in (
         {"x": torch.empty(1, 16)}, {"x": torch.empty(1, 32, dtype=BF16)[:, ::2]}, {"gate_up": apart},
         {"gate_up": up.half()}, {"down": down.mT},
-        {"down": torch.empty(24 * 256 + 4, dtype=BF16)[4:].view(24, 16, 16)},
+        {"down": torch.empty(48 * 256 + 4, dtype=BF16)[4:].view(48, 16, 16)},
         {"index": torch.zeros(1, 4, dtype=torch.int64)[:, ::2]}, {"weights": torch.empty(1, 2).half()},
         {"weights": torch.empty(1, 4, dtype=BF16)[:, ::2]}, {"index": torch.zeros(1, 0, dtype=torch.int64)},
         {"biases": (bias.float(), None)}, {"biases": (None, bias)},
         {"gate_up": up[:, :0], "down": down[..., :0]},
     ):  # fmt: skip
         assert not names(**changes), changes
+
+
+def test_many_tokens_are_not_asked_about(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up of a layer's tensors takes 2 us of each call, and each number of tokens a place."""
+    asked: list[Any] = []
+    monkeypatch.setattr(routing.routing.launches, "find", lambda key, *_: asked.append(key[0]))
+    for tokens in (3, 4):
+        given = layer(tokens, BF16)
+        routing.routing.layer(*given.values(), (None, None), routing.SILU)
+    assert asked == ["few_up"]

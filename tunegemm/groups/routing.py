@@ -127,6 +127,8 @@ class Routing(extension.Family):
 
         biases: those of gate_up and down, or None.
         """
+        if index.shape[0] > kernels.FEW_TOKENS:  # before a look-up of six tensors, at each call
+            return None
         operands = x, gate_up, down, index, weights, *[each for each in biases if each is not None]
         addresses = x.data_ptr() | gate_up.data_ptr() | down.data_ptr()
         key = "few_up", gate, *[each is None for each in biases], addresses % ALIGNMENT == 0

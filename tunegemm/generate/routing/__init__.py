@@ -44,8 +44,8 @@ class Down(NamedTuple):
 #: The kernels `few_down`, by the most choices of a token (docs/decisions/0037).
 DOWNS = {5: Down(1, 1, 1024, 1), MOST: Down(8, 2, 128, 2)}
 #: The most tokens of a layer that `few_up` and `few_down` compute, and the least experts per choice if there
-#: are several tokens, which may choose the same experts.
-FEW_TOKENS, FEW_SHARE = 3, 4
+#: are several tokens, which may choose the same experts and read their weights twice.
+FEW_TOKENS, FEW_SHARE = 3, 8
 _POINTERS = {
     "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
     "tally": {"index": "i32", "counts": "i32"},
