@@ -29,7 +29,7 @@ def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
     for config, key in zip(CONFIGS, keys, strict=True):
         assert BlockConfig.from_mapping(key) == config
         assert config.smem_bytes <= SMEM_LIMIT
-        assert config.few or config.spans <= 2  # what `Consumer.scales_of` tells apart
+        assert config.few or config.spans <= 2  # what `Consumer.of_columns` tells apart
     # The sources that they are made of are in it, too.
     assert keys[0]["source"] != kernel_source_hash("cute_sm90")
     names = {path.parts[-3] for path in blocks.FAMILY.sources}
@@ -48,6 +48,8 @@ def test_two_turns_need_an_even_number_of_stages() -> None:
         blocks.config_of(parameters | {"stages": 11})
     for changes, says in (
         ({"stages": 2}, "as many stages"),
+        ({"stages": 2, "parts": 1}, "or two"),
+        ({"stages": 1, "parts": 1, "turns": 1}, "or two"),
         ({"ordered": True}, "barriers of ordered"),
         ({"tile_m": 192, "stages": 4}, "no register budgets for 6"),
     ):

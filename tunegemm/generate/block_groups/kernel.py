@@ -163,22 +163,6 @@ class Consumer(BlockConsumer):
             unit = walk.next(unit, 1)
 
     @cute.jit
-    def sum(self, sums, parts, fragments, ring, state, k_tiles, origin):
-        """Add up a tile's blocks of k. Returns where the ring then is."""
-        config = self.config
-        if const_expr(config.parts == 1):
-            for _ in cutlass.range(k_tiles, unroll=1):
-                ring.wait_full(state)
-                for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
-                    self.multiply(parts[0], fragments, atom, state.stage)
-                    last = const_expr(atom == config.atoms_per_warpgroup - 1)
-                    self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
-                state = ring.advance(state)
-        else:
-            state = self.sum_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
-        return state
-
-    @cute.jit
     def pass_over(self, ring, state, k_tiles):
         """Give back a tile's stages. Returns where the ring then is."""
         for _ in cutlass.range(k_tiles, unroll=1):

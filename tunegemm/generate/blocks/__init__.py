@@ -27,7 +27,7 @@ _OUT_DTYPES = [TORCHS[dtype] for dtype in ("bf16", "fp16", "fp32")]
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
     """The config of a kernel. parameters: its `form`, few or many, `stream_k`, and the fields without a
-    default, `turns` among them if it is not 1. Raises ValueError where two turns would hang.
+    default, `turns` among them if it is not 1. Raises ValueError where the kernel would hang.
     """
     fields = dict(parameters)
     few = fields.pop("form") == "few"
@@ -38,8 +38,9 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
     )  # fmt: skip
     if config.stages % config.turns:
         raise ValueError(f"{config.label}: two turns need an even number of stages")
-    if config.turns > 1 and config.stages // config.turns < config.parts:
-        raise ValueError(f"{config.label}: each turn needs as many stages as it has blocks at a time")
+    # With many rows a warpgroup waits for the next stage's scales before it gives one back.
+    if config.stages // config.turns < max(config.parts, 1 if few else 2):
+        raise ValueError(f"{config.label}: each turn needs as many stages as it has blocks at a time, or two")
     if config.turns > 1 and config.ordered:
         raise ValueError(f"{config.label}: two turns use the barriers of ordered warpgroups")
     producer, consumer = config.registers

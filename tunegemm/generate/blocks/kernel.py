@@ -98,19 +98,11 @@ class Consumer(consumer.Consumer):
                 before, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
                 state = ring.skip(state, before)
                 count = (unit.k_tiles - before + 1) // 2
-            if const_expr(config.parts == 1):
-                for _ in cutlass.range(count, unroll=1):
-                    ring.wait_full(state)
-                    for atom in cutlass.range_constexpr(config.atoms_per_warpgroup):
-                        self.multiply(parts[0], fragments, atom, state.stage)
-                        last = const_expr(atom == config.atoms_per_warpgroup - 1)
-                        self.add(sums, parts[0], ring, state.stage, atom, origin, 0, last)
-                    state = ring.advance_turn(state)
-            elif const_expr(config.turns == 1):
-                state = self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
+            if const_expr(config.turns == 1):
+                state = self.sum(sums, parts, fragments, ring, state, count, origin)
             else:
                 if count > 0:  # of a single block a turn has none
-                    self.sum_alternately(sums, parts, fragments, ring, state, count, origin)
+                    self.sum(sums, parts, fragments, ring, state, count, origin)
             if const_expr(config.turns > 1):
                 state = end
                 self.meet_turns(sums, unit.index != first)
@@ -176,29 +168,66 @@ class Consumer(consumer.Consumer):
         cute.arch.barrier_arrive(barrier_id=barrier + self.group, number_of_threads=2 * WARPGROUP_THREADS)
 
     @cute.jit
-    def sum_alternately(self, sums, parts, fragments, ring, state, k_tiles, origin):
-        """The main loop where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores
-        have the next. Returns where the ring then is.
+    def sum(self, sums, parts, fragments, ring, state, k_tiles, origin):
+        """Add up a tile's blocks of k, at least one. Returns where the ring then is.
+
+        With many rows a thread reads the scales of a block while it multiplies the one before, so that they
+        are there before the sums.
         """
+        if const_expr(self.config.parts == 2):
+            state = self.sum_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
+        else:
+            kept = self.kept_scales()
+            if const_expr(not self.config.few):
+                ring.wait_full(state)
+                self.keep(kept, state.stage)
+            for k_tile in cutlass.range(k_tiles, unroll=1):
+                if const_expr(self.config.few):
+                    ring.wait_full(state)
+                scales = self.scales_of(kept, origin)
+                following = ring.advance_turn(state)
+                for atom in cutlass.range_constexpr(self.config.atoms_per_warpgroup):
+                    self.multiply(parts[0], fragments, atom, state.stage)
+                    last = const_expr(atom == self.config.atoms_per_warpgroup - 1)
+                    if const_expr(last and not self.config.few):
+                        if k_tile + 1 < k_tiles:
+                            ring.wait_full(following)
+                            self.keep(kept, following.stage)
+                    self.add(sums, parts[0], ring, state.stage, atom, origin, scales, 0, last)
+                state = following
+        return state
+
+    @cute.jit
+    def sum_alternately(self, sums, parts, fragments, ring, state, k_tiles, origin):
+        """`sum` where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores have the
+        next.
+        """
+        kept = self.kept_scales()
         ring.wait_full(state)
         self.multiply(parts[0], fragments, 0, state.stage)
+        self.keep(kept, state.stage)
         previous = state.stage
         state = ring.advance_turn(state)
         for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
             for turn in cutlass.range_constexpr(2):
+                scales = self.scales_of(kept, origin)
                 ring.wait_full(state)
                 self.multiply(parts[1 - turn], fragments, 0, state.stage)
-                self.add(sums, parts[turn], ring, previous, 0, origin, 1, True)
+                self.keep(kept, state.stage)
+                self.add(sums, parts[turn], ring, previous, 0, origin, scales, 1, True)
                 previous = state.stage
                 state = ring.advance_turn(state)
+        scales = self.scales_of(kept, origin)
         if k_tiles % 2 == 0:
             ring.wait_full(state)
             self.multiply(parts[1], fragments, 0, state.stage)
-            self.add(sums, parts[0], ring, previous, 0, origin, 1, True)
-            self.add(sums, parts[1], ring, state.stage, 0, origin, 0, True)
+            self.keep(kept, state.stage)
+            self.add(sums, parts[0], ring, previous, 0, origin, scales, 1, True)
+            last = self.scales_of(kept, origin)
+            self.add(sums, parts[1], ring, state.stage, 0, origin, last, 0, True)
             state = ring.advance_turn(state)
         else:
-            self.add(sums, parts[0], ring, previous, 0, origin, 0, True)
+            self.add(sums, parts[0], ring, previous, 0, origin, scales, 0, True)
         return state
 
     @cute.jit
@@ -218,11 +247,11 @@ class Consumer(consumer.Consumer):
 
     @cute.jit
     def add(
-        self, sums, part, ring, stage, atom: cutlass.Constexpr, origin, behind: cutlass.Constexpr,
+        self, sums, part, ring, stage, atom: cutlass.Constexpr, origin, scales, behind: cutlass.Constexpr,
         last: cutlass.Constexpr,
     ):  # fmt: skip
         """Wait for a block's WGMMAs, behind which so many groups of others were begun, give back the stage
-        that they were the last to read, and promote their sums.
+        that they were the last to read, and promote their sums. scales: `scales_of`.
         """
         if const_expr(self.config.few):
             weight, pairs = self.weight_of(stage, atom, origin), self.pairs_at(stage)
@@ -235,8 +264,7 @@ class Consumer(consumer.Consumer):
             if const_expr(last and not self.config.reads_early):
                 ring.release(stage)
         else:
-            rows, weights, columns = self.scales_of(stage, atom, origin)
-            plain = self.are_plain(rows, weights)
+            rows, columns, plain = scales[atom]
             warpgroup.wait_group(behind)
             if const_expr(last):
                 ring.release(stage)
@@ -288,31 +316,53 @@ class Consumer(consumer.Consumer):
                 index = group * 4 + value
                 sums[first + index] = sums[first + index] + part[index] * weight * pair[value % 2]
 
-    @cute.jit
-    def scales_of(self, stage, atom: cutlass.Constexpr, origin):
-        """(of rows, of weights, of columns): the scales of this thread's values in one WGMMA.
+    def kept_scales(self):
+        """Registers for the scales of a block: of two rows 8 apart for each WGMMA, then of the weights."""
+        config = self.config
+        return cute.make_rmem_tensor(2 * config.atoms_per_warpgroup + config.spans, Float32)
 
-        Of two rows 8 apart; of the blocks of weights that the tile reaches into; and of these for each 8
-        columns, or for all of them.
-        """
-        config, first = self.config, self.first_of(atom)
+    def keep(self, kept, stage):
+        """Read the scales of a stage into `kept_scales`, with many rows."""
+        config = self.config
+        if config.few:
+            return
         address = self.sScales.iterator + stage * config.stage_scales
         own = cute.make_tensor(address, cute.make_layout(config.stage_scales))
-        row = first_row_of(first, self.thread)
-        values = own[row], own[row + 8]
-        weights = [own[config.rows + span] for span in range(config.spans)]
+        for atom in range(config.atoms_per_warpgroup):
+            row = first_row_of(self.first_of(atom), self.thread)
+            kept[2 * atom], kept[2 * atom + 1] = own[row], own[row + 8]
+        for span in range(config.spans):
+            kept[2 * config.atoms_per_warpgroup + span] = own[config.rows + span]
+
+    def scales_of(self, kept, origin):
+        """For each WGMMA (of rows, of columns, `are_plain`): the scales of this thread's values, of two rows 8
+        apart, and of each 8 columns or all of them. None with few rows.
+        """
+        config = self.config
+        if config.few:
+            return (None,) * config.atoms_per_warpgroup
+        weights = tuple(kept[2 * config.atoms_per_warpgroup + span] for span in range(config.spans))
+        columns, found = self.of_columns(weights, origin), []
+        for atom in range(config.atoms_per_warpgroup):
+            rows = kept[2 * atom], kept[2 * atom + 1]
+            found.append((rows, columns, self.are_plain(rows, weights)))
+        return found
+
+    @cute.jit
+    def of_columns(self, weights, origin):
+        """The scale of each 8 columns, or of all of them."""
+        config = self.config
         if const_expr(config.spans == 1):
-            return values, tuple(weights), tuple(weights)
+            return weights
         if const_expr(config.columns % BLOCK == 0):
-            found = [weights[group * 8 // BLOCK] for group in range(config.tile_n // 8)]
-            return values, tuple(weights), tuple(found)
+            return tuple(weights[group * 8 // BLOCK] for group in range(config.tile_n // 8))
         end = BLOCK - origin.column % BLOCK  # of the first block
         # Tiles begin at multiples of `unit`: its columns share a scale, and the products with rows' scales.
         unit, found = math.gcd(config.columns, BLOCK), []
         for column in cutlass.range_constexpr(0, config.columns, unit):
             scale = weights[0] if column < end else weights[1]
             found += [scale] * (unit // 8)
-        return values, tuple(weights), tuple(found)
+        return tuple(found)
 
     @cute.jit
     def are_plain(self, rows, weights):
