@@ -126,6 +126,11 @@ def _viewed(m: Own, x: torch.Tensor, turned: Any = lambda k: k.mT) -> torch.Tens
     return (q @ turned(k)).softmax(-1) @ k
 
 
+def _kept(cache: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    cache[:, :] = a
+    return cache.mul_(2)
+
+
 SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
     "of two widths": (lambda m, x: torch.cat((m.a(x), m.c(x)), -1), True),
     "three": (lambda m, x: m.a(x) * m.b(x) + m.c(x).sum(-1, keepdim=True), True),
@@ -133,6 +138,17 @@ SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
     "heads, as Dynamo of torch 2.14 has them": (partial(_viewed, turned=torch.ops.aten.mT), True),
     "one line": (lambda m, x: m.a(x).view(-1).sum() + m.b(x), False),
     "results": (lambda m, x: (m.a(x), m.b(x)), False),
+    "results by another name": (lambda m, x: (m.a(x).detach(), m.b(x).sum()), False),
+    "a result behind a dropout that is off": (
+        lambda m, x: (F.dropout(m.a(x), 0.5, False), m.b(x).sum()),
+        False,
+    ),
+    "a result that was written to": (lambda m, x: (F.relu(m.a(x), inplace=True), m.b(x).sum()), False),
+    "a view that would be a copy, written to": (
+        lambda m, x: (lambda a, b: (a.reshape(-1).mul_(2), a.sum(-1) + b.sum(-1))[1])(m.a(x), m.b(x)),
+        False,
+    ),
+    "kept elsewhere": (lambda m, x: _kept(x.new_zeros(2, 8, INNER), m.a(x)) * m.b(x), True),
     "four": (lambda m, x: m.a(x).sum() + m.b(x).sum() + m.c(x).sum() + m.both(x), False),
     "other inputs": (lambda m, x: m.a(x) + m.b(x + 1), False),
     "weights made in between": (
@@ -191,6 +207,9 @@ LEFT: dict[str, Callable[..., torch.Tensor]] = {
     "a weight written to in between": _weight_written,
     "another use of the gate": lambda m, x: silu(m.a(x)) * m.b(x) + m.a(x).sum() * 0 + _twice(m, x),
     "another input": lambda m, x: silu(m.a(x)) * m.b(x + 1),
+    "a weight that is normalised in between": lambda m, x: (
+        silu(m.a(x)) * (F.embedding(torch.zeros(2, dtype=torch.long), m.b.weight, max_norm=0.1), m.b(x))[1]
+    ),
     "an activation in place": lambda m, x: F.silu(m.a(x), inplace=True) * m.b(x),
     "another activation": lambda m, x: torch.sigmoid(m.a(x)) * m.b(x),
 }
@@ -225,6 +244,24 @@ def test_a_residual_of_another_shape_or_dtype_is_torchs_to_add() -> None:
     for other in (torch.ones(WIDTH, dtype=x.dtype), torch.ones(2, 8, 1, dtype=x.dtype), x.float()):
         torch._dynamo.reset()
         assert counts_of(model, x, other) == {"linear": 1}
+
+
+@pytest.mark.parametrize(
+    "add", [lambda m, x, r: m.c(x) + r, lambda m, x, r: r + m.c(x), lambda m, x, r: (m.c(x) + r).view(-1)]
+)
+def test_a_sum_with_a_transposed_residual_keeps_its_strides(add: Callable[..., torch.Tensor]) -> None:
+    """They are those of the first operand."""
+    model, given_ = made(Own(add)), (given(2, 8), given(8, 2).transpose(0, 1))
+    with torch.no_grad():
+        expected, result = model(*given_), compiled(model)[0](*given_)
+    close(result, expected)
+    assert result.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("use", [lambda g: silu(g) * g, lambda g: g + silu(g), lambda g: g + g])
+def test_a_layer_that_is_used_twice_is_computed_once(kernels: Kernels, use: Callable[..., Any]) -> None:
+    assert counts_of(made(Own(lambda m, x: use(m.c(x)))), given()) == {"linear": 1}
+    assert len(kernels.calls) == 2
 
 
 def test_any_number_of_rows_is_one_graph(kernels: Kernels) -> None:

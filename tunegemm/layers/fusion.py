@@ -62,6 +62,8 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
     results = match.results or match.nodes[-1:]
     if any(user not in inside for node in match.nodes if node not in results for user in node.users):
         return None
+    if len(inside) < len(match.nodes) or inside.intersection(match.operands):
+        return None  # a layer that is used twice would be computed twice
     x, result = value(match.operands[0]), value(match.nodes[-1])
     computed = [
         value(node) for node in match.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)

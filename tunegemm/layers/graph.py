@@ -17,6 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 #: The input, weight and bias of a linear layer.
 Layer: TypeAlias = tuple[Node, Node, Node | None]
@@ -142,7 +143,8 @@ def takes_views(node: Node) -> bool:
     """Whether the users of a layer's result compute the same if its rows have gaps.
 
     Views of the result must be made again for such rows, which fails only where torch itself fails. A result
-    of the whole graph keeps its layout, and so does an argument of a function outside torch.
+    of the whole graph keeps its layout, and so does an argument of a function outside torch. Nothing may
+    write to the result: with gaps, what was a view of it may be a copy.
     """
     result = value(node)
     if result is None or result.ndim < 2:
@@ -150,20 +152,25 @@ def takes_views(node: Node) -> bool:
     try:
         with result.fake_mode:
             wide = result.new_empty((*result.shape[:-1], 2 * result.shape[-1]))[..., : result.shape[-1]]
-            return _serve_users(node, wide)
+            return _serve_users(node, wide, storage_of(result))
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return False
 
 
-def _serve_users(node: Node, value: Any) -> bool:
+def _serve_users(node: Node, value: Any, storage: int) -> bool:
+    """storage: of the layer's result as it is in the graph."""
     for user in node.users:
         name = name_of(user)
-        if user.op == "output" or name in _NEEDS_LAYOUT:
+        # A dropout that is off returns its input, which fake tensors do not show.
+        if user.op == "output" or name in _NEEDS_LAYOUT or "dropout" in name:
             return False
         is_method = user.op == "call_method"
         if not is_method and not (user.op == "call_function" and only_computes(user.target)):
             return False
-        if name not in VIEWS:
+        if any(written is node or not isinstance(written, Node) for written in writes(user)):
+            return False
+        result = user.meta.get("example_value", user.meta.get("val"))
+        if all(storage_of(each) != storage for each in tree_leaves(result) if isinstance(each, torch.Tensor)):
             continue
         if not user.args or user.args[0] is not node:
             return False
@@ -173,7 +180,7 @@ def _serve_users(node: Node, value: Any) -> bool:
         target: Any = user.target
         function: Any = getattr(value, name) if is_method else partial(target, value)
         made = function(*others, **words)
-        if not _serve_users(user, made):
+        if not _serve_users(user, made, storage):
             return False
     return True
 
@@ -259,7 +266,7 @@ def writes(node: Node) -> Iterator[Any]:
             yield None
     elif node.target is operator.setitem or node.target in _IN_PLACE:
         yield node.args[0]
-    elif not only_computes(node.target):
+    elif any(word in name_of(node) for word in _WRITERS) or not only_computes(node.target):
         yield None
     elif str(getattr(node.target, "__name__", "")).endswith("_") and not _is_operator(node.target):
         yield node.args[0] if node.args else None
@@ -267,6 +274,10 @@ def writes(node: Node) -> Iterator[Any]:
         yield node.kwargs["out"]
     if _is_in_place(node):
         yield node.args[0] if node.args else None
+
+
+#: In the names of functions that may write to weights or statistics they are given.
+_WRITERS = ("embedding", "batch_norm", "instance_norm", "moving_avg")
 
 
 def _is_operator(target: Any) -> bool:

@@ -123,7 +123,7 @@ def chain(node: Node) -> Match | None:
                 residual, found = left, _layer_behind(right)
             if found is not None:
                 break
-        if residual is None or found is None or not _has_shape_of(residual, node):
+        if residual is None or found is None or not _lies_as(residual, node):
             return None
     if found is None:
         return None
@@ -248,10 +248,16 @@ def _lie_alike(first: Node, second: Node) -> bool:
     return (left.shape[1], left.stride(), left.dtype) == (right.shape[1], right.stride(), right.dtype)
 
 
-def _has_shape_of(node: Node, other: Node) -> bool:
+def _lies_as(node: Node, other: Node) -> bool:
+    """Whether two results have the same shape and strides. Otherwise the strides of their sum may depend on
+    which of them is the first."""
     left, right = value(node), value(other)
-    return (
-        isinstance(left, torch.Tensor)
-        and isinstance(right, torch.Tensor)
-        and are_same(left.shape, right.shape)
-    )
+    return left is not None and right is not None and are_same(_layout_of(left), _layout_of(right))
+
+
+def _layout_of(tensor: torch.Tensor) -> list[Any]:
+    """The extents, and the strides of those that are not 1."""
+    strides = [
+        step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if type(n) is not int or n > 1
+    ]
+    return [*tensor.shape, *strides]
