@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
@@ -252,6 +253,23 @@ def test_torch_func_and_modes_look_on() -> None:
                 result = run(x)
             close(result, model(x))
             assert seen
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda m, x: x + m.c(x), lambda m, x: F.silu(m.a(x)) * m.b(x), lambda m, x: x @ x.mT]
+)
+def test_tangents_of_forward_mode_pass(kernels: Kernels, forward: Callable[..., torch.Tensor]) -> None:
+    """Dynamo does not look at the level of forward-mode AD: it is the same graph."""
+    model, x = made(Own(forward)), given()
+    run = compiled(model)
+    with torch.no_grad():
+        run(x)
+        before = len(kernels.calls), len(kernels.gates)
+        with forward_ad.dual_level():
+            ours, torchs = (forward_ad.unpack_dual(call(forward_ad.make_dual(x, x))) for call in (run, model))
+            assert ours.tangent is not None
+            close(ours.tangent, torchs.tangent)
+        assert (len(kernels.calls), len(kernels.gates)) == before
 
 
 def test_deterministic_algorithms_are_torchs(kernels: Kernels) -> None:

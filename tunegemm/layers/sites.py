@@ -1,7 +1,8 @@
 """The calls that the pass inserts into a graph. Each decides once per input shape how it is computed.
 
 A site knows what the graph's guards promise: dtypes, devices, the layout of weights, and that no gradient is
-needed. It checks the rest: the addresses of this call, and whether the input is contiguous. A `LaunchCache`
+needed. It checks the rest: dispatch modes, forward-mode AD (Dynamo has no guard on either), the addresses of
+this call, and whether the input is contiguous. A `LaunchCache`
 keeps its decisions, so another policy, a `refresh` or new records end them. If no kernel is known, torch's
 operations run as in the original graph; each linear layer among them is a site of its own. Equal sites are
 one object, so equal layers of a model decide once.
@@ -14,6 +15,7 @@ from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 from tunegemm.describe.epilogue import GATE_OF
@@ -63,7 +65,7 @@ class Site:
 
     def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
         known = self.find(x.shape)
-        if known is None or dispatch_modes():
+        if known is None or dispatch_modes() or forward_ad._current_level >= 0:
             result = self.kernel(x, *operands)
         else:
             result = None if (way := known.launch) is None else way(x, *operands)
@@ -71,7 +73,7 @@ class Site:
 
     def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
         """Compute the result by a kernel; None if torch must compute it."""
-        if dispatch_modes():
+        if dispatch_modes() or forward_ad._current_level >= 0:
             return None
         if (known := self.find(x.shape)) is not None:
             return None if known.launch is None else known.launch(x, *operands)
@@ -317,7 +319,8 @@ class Several(Joint):
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """A product of two matrices, or of batches of them."""
-    result = None if dispatch_modes() else api.dispatcher.below_autograd(a, b)
+    is_watched = dispatch_modes() or forward_ad._current_level >= 0
+    result = None if is_watched else api.dispatcher.below_autograd(a, b)
     return torch.matmul(a, b) if result is None else result
 
 
