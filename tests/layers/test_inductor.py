@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.nn import functional
 
 import tunegemm
 from tests.support.forks import Forks
 from tests.support.fusing import close
 from tests.support.gates import Kernels
-from tests.support.layers import MLP, Layer, given, made
+from tests.support.layers import MLP, Layer, Own, given, made
 from tests.support.processes import environment
+from tests.support.serving import deterministic
 from tunegemm.dispatch import extension
 from tunegemm.layers import graph_pass
 from tunegemm.layers.graph_pass import Fusion
@@ -40,6 +42,20 @@ def test_a_gate_is_one_call_while_it_is_on(kernels: Kernels) -> None:
         torch._dynamo.reset()
         close(torch.compile(model, dynamic=False)(x), expected)
     assert len(kernels.gates) == 2, "off, it is torch's code"
+
+
+def test_deterministic_algorithms_are_torchs(kernels: Kernels) -> None:
+    model, x = made(MLP()), given()
+    with torch.no_grad(), tunegemm.enable(), deterministic():
+        close(torch.compile(model, dynamic=False)(x), model(x))
+    assert not kernels.gates
+
+
+def test_rows_without_a_common_stride_are_torchs() -> None:
+    """A traced view of them raises another error than an eager one."""
+    model, x = made(Own(lambda m, x: functional.relu(m.a(x)), bias=True)), given(8, 2).transpose(0, 1)
+    with torch.no_grad(), tunegemm.enable():
+        close(torch.compile(model, dynamic=False)(x), model(x))
 
 
 def test_what_is_trained_is_torchs(kernels: Kernels) -> None:

@@ -287,7 +287,7 @@ def describe(
             if out is not None:
                 out.view(*a_shape[:-1], out_shape[-1] if b.ndim > 1 else 1)
             break
-        except RuntimeError:  # the leading dimensions have no common stride
+        except (RuntimeError, ValueError):  # no common stride of the leading dimensions; ValueError: traced
             continue
     else:
         rows = f"operand with strides {a.stride()} has no single row stride"

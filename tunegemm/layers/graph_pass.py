@@ -15,7 +15,7 @@ import tunegemm
 from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import LINEAR
-from tunegemm.dispatch.guards import only_checks_operators
+from tunegemm.dispatch.guards import deterministic, only_checks_operators
 from tunegemm.layers import sites
 from tunegemm.layers.fusion import fuse
 from tunegemm.layers.graph import value
@@ -34,7 +34,7 @@ class Fusion(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         for each in self.before:
             each(graph)
-        if takeover.active:
+        if takeover.active and not deterministic():
             teach_inductor()
             fuse(graph, function_of)
 
