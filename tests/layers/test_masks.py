@@ -78,6 +78,16 @@ def test_other_masks_stay(seen: list[bool], make: Callable[[int], torch.Tensor])
     assert seen == [False] * 4 + [True], "a mask of one row is causal"
 
 
+@pytest.mark.parametrize("make", [lambda n: causal(n).expand(4, 1, n, n), lambda n: causal(n)[None]])
+def test_a_mask_of_more_batches_is_torchs_to_refuse(seen: list[bool], make: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    forward, x = attention(make), torch.randn(1, 3, 8, 8)
+    for call in (forward, torch.compile(forward, backend=backend.tunegemm)):
+        with pytest.raises(RuntimeError):
+            call(x)
+    assert not seen
+
+
 @pytest.mark.parametrize("make", [one_row_for_all, changed])
 def test_a_mask_that_is_no_square_or_is_written_to_stays(
     seen: list[bool], make: Callable[[int], torch.Tensor]

@@ -113,7 +113,12 @@ def _mask_of(node: Node) -> Node | None:
         return None
     length = of_query.shape[-2]
     is_square = are_same(result.shape[-2:], (length, length)) and are_same(of_key.shape[-2:-1], (length,))
-    return mask if is_square and isinstance(mask, Node) else None
+    lead, of_result = of_query.shape[:-2], result.shape[:-2]  # torch refuses a mask of more batches
+    fits = len(of_result) <= len(lead) and all(
+        are_same((extent,), (1,)) or are_same((extent,), (own,))
+        for extent, own in zip(reversed(of_result), reversed(lead), strict=False)
+    )
+    return mask if is_square and fits and isinstance(mask, Node) else None
 
 
 def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
