@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable
@@ -233,6 +234,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another forward of a layer": _forward,
     "another forward": _own_forward,
     "another activation": _act,
+    "another class": lambda model: setattr(model, "__class__", Other),
     "a bias": _biased,
     "data": lambda model: setattr(model.up_proj.weight, "data", model.up_proj.weight.data * 2),
     "pruned": lambda model: prune.random_unstructured(model.gate_proj, "weight", amount=0.5),
@@ -253,6 +255,33 @@ def test_what_is_changed_later_is_seen(name: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", TunegemmWarning)  # fp32 has no kernels here
             close(model(x), plain(x))
+
+
+def test_another_forward_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of kernels replace the forward of transformers' classes."""
+    model, x = fused(made(Swapped())), given()
+    with torch.no_grad():
+        model(x)
+        monkeypatch.setattr(Swapped, "forward", lambda self, x: x + 1)
+        assert torch.equal(model(x), x + 1)
+
+
+def test_a_replica_of_data_parallel_has_its_own_weights() -> None:
+    model, x = fused(made(MLP())), given()
+    replica: Any = model._replicate_for_data_parallel()  # type: ignore[operator]
+    for name, _ in model.named_children():
+        replica._modules[name] = nn.Linear(64, 64, dtype=x.dtype) if name == "down_proj" else nn.Identity()
+    with torch.no_grad():
+        close(replica(x), replica.down_proj(x * x))
+        close(model(x), made(MLP())(x))
+
+
+def test_tools_see_the_signature_of_the_class() -> None:
+    model, x = fused(made(MLP())), given(4)
+    assert inspect.signature(model.forward) == inspect.signature(MLP().forward)
+    with torch.no_grad():
+        rows = {"x": {0: torch.export.Dim("rows")}}
+        close(torch.export.export(model, (), {"x": x}, dynamic_shapes=rows).module()(x=x), model(x))
 
 
 def test_a_global_hook_sees_each_layer() -> None:

@@ -15,7 +15,7 @@ import re
 import textwrap
 from functools import cache, partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -58,13 +58,12 @@ class Places(NamedTuple):
 
 def places_of(cls: type) -> Places | None:
     """The names of the children, for a class whose forward is exactly a gated MLP; else None."""
-    forward = vars(cls).get("forward")
-    return _places_in(forward) if isinstance(forward, FunctionType) else None
+    return _places_in(vars(cls).get("forward"))
 
 
 @cache
-def _places_in(forward: FunctionType) -> Places | None:
-    if (parts := _return_of(forward)) is None:
+def _places_in(forward: Any) -> Places | None:
+    if not isinstance(forward, FunctionType) or (parts := _return_of(forward)) is None:
         return None
     own, x = map(re.escape, parts[:2])
     gate = rf"(?:{own}\.(?P<act>\w+)|(?P<function>[\w.]+))\({own}\.(?P<gate>\w+)\({x}\)\)"
@@ -181,10 +180,25 @@ def recognised(module: nn.Module) -> Places | None:
 
 
 class Forward:
-    """Replaces the forward of one MLP, as `module.forward`."""
+    """Replaces the forward of one MLP, as `module.forward`; `inspect` and torch.export see the class's."""
 
     def __init__(self, module: nn.Module, places: Places) -> None:
         self._module, self.places = module, places
+
+    @property
+    def __wrapped__(self) -> Any:
+        return type(self._module).forward.__get__(self._module)
+
+    @property
+    def __code__(self) -> Any:
+        return self.__wrapped__.__code__
+
+    def replicate(self) -> nn.Module:
+        """The module's replica for torch.nn.DataParallel, with the class's forward: this one has the
+        weights of another device."""
+        replica: nn.Module = cast(Any, type(self._module))._replicate_for_data_parallel(self._module)
+        del replica.forward
+        return replica
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = self._module
@@ -198,6 +212,8 @@ class Forward:
         """The gate by a kernel; None where the class's forward is to compute it."""
         children, places = self._module._modules, self.places
         gate, act, up = children.get(places.gate), children.get(places.act), children.get(places.up)
+        if _places_in(type(self._module).forward) != places:  # somebody has replaced it, or the class
+            return None
         if not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
             return None
         if places.act and not _is_bare(act):
@@ -255,6 +271,7 @@ def fuse(model: nn.Module) -> None:
     for module in model.modules():
         if (places := recognised(module)) is not None:
             module.forward = Forward(module, places)
+            vars(module)["_replicate_for_data_parallel"] = module.forward.replicate
 
 
 def unfuse(model: nn.Module) -> None:
@@ -262,3 +279,4 @@ def unfuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), Forward):
             del module.forward
+            vars(module).pop("_replicate_for_data_parallel", None)
