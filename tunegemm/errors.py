@@ -25,10 +25,10 @@ _LONGEST_WORD = 400
 class TunegemmError(Exception):
     """Base of all errors that tunegemm raises on purpose; the message is always one line."""
 
-    def __init__(self, message: object = "") -> None:
-        line = re.sub(r"\s*[\r\n]\s*", " ", str(message))
+    def __str__(self) -> str:  # not in __init__, through which Dynamo cannot trace a `raise`
+        line = re.sub(r"\s*[\r\n]\s*", " ", super().__str__())
         word = rf"\S{{{_LONGEST_WORD},}}"
-        super().__init__(re.sub(word, lambda match: f"{match[0][:80]}...{match[0][-40:]}", line))
+        return re.sub(word, lambda match: f"{match[0][:80]}...{match[0][-40:]}", line)
 
 
 class FileError(TunegemmError):
@@ -45,6 +45,10 @@ class BadValueError(TunegemmError, ValueError):
 
 class ProblemError(TunegemmError, ValueError):
     """A shape, dtype, layout or tensor that does not describe a matrix product."""
+
+
+class OperandError(ProblemError, TypeError):
+    """An operand that is not a tensor."""
 
 
 class DeviceError(TunegemmError):

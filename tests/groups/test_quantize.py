@@ -127,8 +127,15 @@ def test_what_is_not_quantised_is_refused_in_one_line(x: Any, words: Any, says: 
 
 
 def test_what_is_no_tensor_is_named() -> None:
-    with pytest.raises((TypeError, ProblemError)):
+    with pytest.raises((TypeError, ProblemError), match="x is a list; give a tensor"):
         tunegemm.quantize([1.0, 2.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(0, 200), (1, 1)])
+def test_small_results_have_the_strides_that_kernels_give(shape: tuple[int, int]) -> None:
+    values, scales = tunegemm.quantize(torch.ones(shape))
+    planned = torch.ops.tunegemm.quantize(torch.ones(shape, device="meta"), None, False)
+    assert (values.stride(), scales.stride()) == tuple(each.stride() for each in planned)
 
 
 SCALED = operands(3, 136, 256)
@@ -150,6 +157,37 @@ def test_another_device_than_the_current_one_is_made_current(
         LAUNCHES[name][0]()
     first = ROWS if name == "quantize" else SCALED[0]
     assert launched == [(0, first.data_ptr())] and current == [1]
+
+
+IN_GROUPS = {
+    "a": SCALED[0], "b": SCALED[1].t()[None].mT, "scale_a": SCALED[2], "scale_b": SCALED[3][None],
+    "offs": torch.tensor([3], dtype=torch.int32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lazy", [torch._neg_view, lambda x: torch._efficientzerotensor(x.shape)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda lazy: tunegemm.scaled_mm(*SCALED[:2], lazy(SCALED[2]), SCALED[3], out_dtype=BF16),
+        lambda lazy: tunegemm.scaled_mm(*SCALED[:3], lazy(SCALED[3]), out_dtype=BF16),
+        lambda lazy: tunegemm.scaled_grouped_mm(**IN_GROUPS | {"scale_a": lazy(SCALED[2])}),
+        lambda lazy: tunegemm.scaled_grouped_mm(**IN_GROUPS | {"scale_b": lazy(SCALED[3])[None]}),
+        lambda lazy: tunegemm.quantize(lazy(ROWS))[0],
+    ],
+)
+def test_kernels_read_no_memory_that_lacks_the_values(
+    call: Any, lazy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view with the negative bit has them with the other sign, and zeros may have no memory at all."""
+    wanted = call(lambda x: lazy(x) + 0)
+    launched: list[Any] = []
+    with serving_by(monkeypatch, Bound(lambda *addresses: launched.append(addresses))):
+        call(torch.clone)
+        assert launched
+        launched.clear()
+        found = call(lazy)
+    assert not launched and torch.equal(found.float(), wanted.float())
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -184,17 +184,16 @@ class LaunchCache:
     def keep(self, key: Hashable, launch: Any, *tensors: torch.Tensor, waits: bool = False) -> Known:
         """Keep a decision; launch: None if torch computes. waits: keep it only for some seconds, as while a
         kernel is being compiled."""
+        if any(tensor.is_meta for tensor in tensors):  # torch has no check of them, nor can they be read
+            return Known(None)
         check = check_of(tensors) if tensors else None
         again = time.monotonic() + LOOK_SECONDS if waits else float("inf")
         known = Known(launch, check, again, _layout(tensors))
-        if not any(tensor.is_meta for tensor in tensors):
-            kept = api.dispatcher.planner.state.launches.setdefault(self, {})
-            if len(kept) >= MAX_PLANS:
-                kept.clear()
-            others = [
-                item for item in kept.get(key, ()) if item.check is not None and not item.check(*tensors)
-            ]
-            kept[key] = (known, *others[: _MOST_ALIKE - 1])
+        kept = api.dispatcher.planner.state.launches.setdefault(self, {})
+        if len(kept) >= MAX_PLANS:
+            kept.clear()
+        others = [item for item in kept.get(key, ()) if item.check is not None and not item.check(*tensors)]
+        kept[key] = (known, *others[: _MOST_ALIKE - 1])
         return known
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -356,7 +355,7 @@ class Family:
             if not may_load(device):
                 self.falls_back(tensors, "is captured before it was computed once")
                 return None
-            if (choice := choose()) is not None:
+            if not any(map(is_lazy, tensors)) and (choice := choose()) is not None:
                 kernel, waits = self.kernel(choice[0], device)
                 try:
                     launch = None if kernel is None else choice[1](kernel)

@@ -12,10 +12,19 @@ from typing import Any
 import torch
 from torch.fx import Proxy
 
+from tunegemm.errors import OperandError
+
 # They raise TypeError for objects that are not tensors; a proxy's attributes would be proxies.
 data_ptr = torch.Tensor.data_ptr
 rank = torch.Tensor.dim
 num_elements = torch.Tensor.numel
+
+
+def check_tensors(**values: Any) -> None:
+    """Raises OperandError, which names it, for a value that is not a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise OperandError(f"{name} is a {type(value).__name__}; give a tensor")
 
 
 def refuse_proxies(values: Iterable[Any]) -> None:

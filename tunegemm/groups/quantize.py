@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.fx import node_of, rank
-from tunegemm.dispatch.guards import is_lazy, is_transformed
+from tunegemm.dispatch.fx import check_tensors, node_of, rank
+from tunegemm.dispatch.guards import is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig
@@ -43,7 +43,8 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
     try:
         rank(x)
     except TypeError as error:
-        return node_of(error, quantize, (x,), {"gate": gate, "power_of_two": power_of_two})
+        words = {"gate": gate, "power_of_two": power_of_two}
+        return node_of(error, quantize, (x,), words, lambda x, **_: check_tensors(x=x))
     if torch.compiler.is_compiling() or is_transformed():
         return torch.ops.tunegemm.quantize(x, gate, power_of_two)
     return _quantized(x, gate, power_of_two)
@@ -87,7 +88,8 @@ def by_torch(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
         rounded = (scales.view(torch.int32) + _MANTISSA).bitwise_and(~_MANTISSA).view(torch.float32)
         scales = torch.where(scales < float("inf"), rounded, scales)
     values = (padded * scales.reciprocal().unsqueeze(2)).to(_FP8).flatten(1)[:, :k]
-    return values.contiguous(), scales.t().clone(memory_format=torch.contiguous_format).t()
+    values, scales = (x.clone(memory_format=torch.contiguous_format) for x in (values, scales.t()))
+    return values, scales.t()
 
 
 _family = extension.Family(kernels.FAMILY, "quantize", "torch's operations quantise")
@@ -100,7 +102,7 @@ def _allocate(x: torch.Tensor, gated: bool, power_of_two: bool) -> Quantized:
 
 def _choose(x: Any, values: Any, scales: Any, gated: bool, power_of_two: bool) -> Any:
     """See `Family.launch`."""
-    if is_lazy(x) or kernels.refusal(x, gated):
+    if kernels.refusal(x, gated):
         return None
     return QuantizeConfig(_DTYPES[x.dtype], gated), lambda kernel: kernel.bound(
         x, values, scales, power_of_two=power_of_two

@@ -13,7 +13,6 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ALIGNMENT
-from tunegemm.dispatch.guards import is_lazy
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.grouped.config import GroupedConfig
@@ -155,7 +154,7 @@ class Routing(extension.Family):
         self, plan: Callable[..., Sequence[Planned]], tensors: Any, *more: Any
     ) -> tuple[list[str], Callable[[Sequence[Bind]], tuple[Launch, ...]]] | None:
         """See `Family.decide`."""
-        planned = () if any(map(is_lazy, tensors)) else plan(*tensors, *more)
+        planned = plan(*tensors, *more)
         names = [each.name for each in planned]
         if not planned or any(name.split()[0] not in self.served for name in names):
             return None
