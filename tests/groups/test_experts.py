@@ -214,6 +214,37 @@ def test_fx_traces_a_call() -> None:
 
 WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "no tensor": ({"down": lambda _: None}, "down is a NoneType; give a tensor"),
+    "no tensor first": ({"x": lambda _: None}, "x is a NoneType; give a tensor"),
+    "numpy's": ({"gate_up": lambda gate_up: gate_up.numpy()}, "gate_up is a ndarray; give a tensor"),
+    "names in a list": ({"activation": lambda _: ["silu"]}, r"\['silu'\] has no gated form"),
+    "an odd number of rows": (
+        {"gate_up": lambda g: torch.cat([g, g[:, :1]], 1)},
+        r"gate_up \(6, 97, 64\).*give \(tokens, hidden\)",
+    ),
+    "float64": (
+        {name: lambda each: each.double() for name in ("x", "gate_up", "down")},
+        "x is torch.float64; give",
+    ),
+    "another device": ({"index": lambda index: index.to("meta")}, "index on meta, weights on cpu; give all"),
+    "weights elsewhere": ({"down": lambda down: down.to("meta")}, "down on meta, index on cpu"),
+    "no rows of gate and up": (
+        {"activation": lambda _: lambda both: both},
+        r"activation returned \(22, 96\) .*; return \(22, 48\)",
+    ),
+    "nothing": ({"activation": lambda _: lambda both: None}, "activation returned None; return"),
+    "another dtype": (
+        {"activation": lambda _: lambda both: both[:, :48].half()},
+        "float16; return .* of torch.float32",
+    ),
+    "a bias without tokens": (
+        {
+            "x": lambda x: x[:0],
+            "index": lambda i: i[:0],
+            "weights": lambda w: w[:0],
+            "down_bias": lambda _: torch.ones(6, 3),
+        },
+        r"bias has shape \(6, 3\); give",
+    ),
     "a list": ({"index": lambda index: index.tolist()}, "index is a list; give a tensor"),
     "activation": ({"activation": lambda _: "swish"}, "'swish' has no gated form; use silu, gelu"),
     "down": ({"down": lambda d: d.mT}, r"down \(6, 48, 64\); give \(tokens, hidden\)"),
@@ -225,6 +256,22 @@ WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "integers": ({"weights": lambda w: w.long()}, r"weights are torch.int64; give floats"),
     "floats": ({"index": lambda i: i.float()}, r"index is torch.float32; give numbers of experts"),
 }
+
+
+def test_what_is_true_interleaves() -> None:
+    given = layer()
+    for value in (0, None, 2, "yes"):
+        found = tunegemm.experts(**given, interleaved=value)  # type: ignore[arg-type]
+        assert torch.equal(found, tunegemm.experts(**given, interleaved=bool(value)))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_meta_tensors_give_one(tokens: int) -> None:
+    given = {name: each.to("meta") for name, each in layer(tokens or 9, torch.bfloat16).items()}
+    if not tokens:
+        given |= {name: given[name][:0] for name in ("x", "index", "weights")}
+    found = tunegemm.experts(**given)
+    assert found.is_meta and found.shape == given["x"].shape and found.dtype is given["x"].dtype
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -585,6 +585,21 @@ def test_off_means_off(loops: Loops, monkeypatch: pytest.MonkeyPatch, serve) -> 
 
 
 def test_no_tensor_is_torchs_error(loops: Loops) -> None:
-    _, b, offs = operands()
+    a, b, offs = operands()
     with pytest.raises(TypeError):
         tunegemm.grouped_mm(3, b, offs=offs)  # type: ignore[arg-type]
+    given: Any
+    for given in ((a, None), ([1.0], b), (torch.Size([2]), b)):
+        for bias in (None, torch.ones(b.shape[2])):
+            with pytest.raises(TypeError, match="must be Tensor, not"):
+                tunegemm.grouped_mm(*given, offs=offs, bias=bias)
+
+
+def test_operands_on_several_devices_are_named(loops: Loops) -> None:
+    """Torch (2.13) reads memory that is not there."""
+    a, b, offs = operands()
+    for given, words in (((a, b.to("meta")), "b on meta"), ((a.to("meta"), b), "a is on meta, b on cpu")):
+        with pytest.raises(ProblemError, match=words):
+            tunegemm.grouped_mm(*given, offs=offs)
+    with pytest.raises(ProblemError, match="offs on meta; give all on one device"):
+        tunegemm.grouped_mm(a, b, offs=offs.to("meta"))

@@ -107,8 +107,7 @@ class Form:
 @cache
 def form_of(call: int, text: str, out_dtype: torch.dtype | None = None, accumulation: str = "fast") -> Form:
     """The form. Raises ProblemError if the epilogue or the output dtype is unknown."""
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise ProblemError(f"out_dtype {out_dtype!r} is not a torch.dtype; give one such as torch.float32")
+    check_dtype(out_dtype)
     is_plain = not text and out_dtype is None
     torchs: Callable[..., Any] | None = None
     if call in (BELOW_AUTOGRAD, ADDMM):
@@ -117,6 +116,14 @@ def form_of(call: int, text: str, out_dtype: torch.dtype | None = None, accumula
         torchs = _ONE_FUNCTION[call, text]
     tag = call if is_plain else next(_numbers) << 64
     return Form(call, Epilogue.parse(text), text, out_dtype, accumulation, is_plain, torchs, tag)
+
+
+def check_dtype(out_dtype: Any) -> None:
+    """Raises ProblemError for an output dtype that is none."""
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise ProblemError(
+            f"out_dtype {out_dtype!r:.40} is not a torch.dtype; give one such as torch.float32"
+        )
 
 
 def _none(*_: Any, **__: Any) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import extension
+from tunegemm.dispatch.forms import check_dtype
 from tunegemm.dispatch.fx import rank
 from tunegemm.dispatch.library import in_fp32
 from tunegemm.errors import ProblemError
 from tunegemm.generate import block_groups
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups import grouped
-from tunegemm.groups.grouped import are_plain, check_ends, has_gradient, has_values
+from tunegemm.groups.grouped import are_plain, check_devices, check_ends, has_gradient, has_values
 from tunegemm.model.block_groups import choose, invariant
 
 _FP8 = torch.float8_e4m3fn
@@ -37,6 +38,7 @@ def scaled_grouped_mm(
     offs: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     """`tunegemm.scaled_grouped_mm` for scales of blocks. Raises ProblemError for operands that do not fit."""
+    check_dtype(out_dtype)
     scale_a, scale_b = in_fp32(scale_a), in_fp32(scale_b)
     check(a, b, scale_a, scale_b, offs)
     assert offs is not None
@@ -59,8 +61,11 @@ def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
         raise ProblemError(
             f"b has shape {tuple(b.shape)}, without groups; give weights for at least one group"
         )
-    if offs is None or offs.dtype != torch.int32 or offs.shape != (groups,):
-        wrong = "missing" if offs is None else f"{tuple(offs.shape)} {offs.dtype}"
+    is_tensor = isinstance(offs, torch.Tensor)
+    if not is_tensor or offs.dtype != torch.int32 or offs.shape != (groups,):
+        wrong = "missing" if offs is None else f"{offs!r:.40}"
+        if is_tensor:
+            wrong = f"{tuple(offs.shape)} {offs.dtype}"
         raise ProblemError(f"offs is {wrong}; give the end of each of {groups} groups as int32")
     along, across = -(-k // BLOCK), -(-n // BLOCK)
     for name, scale, shape in (
@@ -75,9 +80,7 @@ def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
             raise ProblemError(
                 f"{name} is {tuple(scale.shape)} for {tuple(a.shape)} x {tuple(b.shape)}; {remedy}"
             )
-    if len({each.device for each in (a, b, scale_a, scale_b, offs)}) > 1:
-        places = ", ".join(str(each.device) for each in (a, b, scale_a, scale_b, offs))
-        raise ProblemError(f"a, b, scale_a, scale_b and offs are on {places}; give all on one device")
+    check_devices(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
     if any(each.requires_grad for each in (scale_a, scale_b)) and torch.is_grad_enabled():
         raise ProblemError("block scales have no gradient; detach() scale_a and scale_b")
 

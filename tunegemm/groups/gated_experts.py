@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
-from tunegemm.dispatch.fx import node_of, rank
+from tunegemm.dispatch.fx import check_tensors, node_of, rank
 from tunegemm.dispatch.guards import is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
@@ -25,6 +25,7 @@ from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import SILU, Gate
 
 FP8 = torch.float8_e4m3fn
+_FLOATS = torch.bfloat16, torch.float16, torch.float32
 #: silu's gate, for gate and up as halves and interleaved.
 _SILUS = SILU, SILU._replace(interleaved=True)
 
@@ -77,16 +78,15 @@ def experts(
             "interleaved": interleaved, "elsewhere": elsewhere, "gate_up_scale": gate_up_scale,
             "down_scale": down_scale,
         }  # fmt: skip
-        result: torch.Tensor = node_of(error, experts, (x, gate_up, down, index, weights), words)
+        given = x, gate_up, down, index, weights
+        result: torch.Tensor = node_of(error, experts, given, words, _check_operands)
         return result
     arguments = x, gate_up, down, index, weights, gate_up_bias, down_bias
-    scales = gate_up_scale, down_scale
+    scales, interleaved, elsewhere = (gate_up_scale, down_scale), bool(interleaved), bool(elsewhere)
     try:
         _check(*arguments, *scales, activation)
-    except AttributeError:  # to ask before would take half a microsecond of each call
-        for name, each in zip(("x", "gate_up", "down", "index", "weights"), arguments, strict=False):
-            if not isinstance(each, torch.Tensor):
-                raise ProblemError(f"{name} is a {type(each).__name__}; give a tensor") from None
+    except (AttributeError, ProblemError):  # to ask before would take half a microsecond of each call
+        _check_operands(*arguments[:5])
         raise
     if torch.compiler.is_compiling():
         kind: Any = (activation, None) if isinstance(activation, str) else None
@@ -96,6 +96,10 @@ def experts(
             settings = *kind, interleaved, elsewhere
             return cast(torch.Tensor, torch.ops.tunegemm.experts(*arguments, *scales, *settings))
     return _layer(*arguments, *scales, activation, interleaved, elsewhere)
+
+
+def _check_operands(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, **_: Any) -> None:
+    check_tensors(x=x, gate_up=gate_up, down=down, index=index, weights=weights)
 
 
 def is_ordered() -> bool:
@@ -131,6 +135,9 @@ def _layer(
 ) -> torch.Tensor:
     """Compute `experts` for valid operands."""
     if not index.numel():
+        for weight, bias in ((gate_up, gate_up_bias), (down, down_bias)):
+            if bias is not None and (wrong := grouped.wrong_bias(x, weight.mT, bias)):
+                raise ProblemError(wrong)
         return _of_nothing(x, gate_up, down, index, weights, gate_up_bias, down_bias)
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias, gate_up_scale, down_scale
     compiling = torch.compiler.is_compiling()
@@ -152,6 +159,7 @@ def _layer(
     if routed is not None:
         rows, order, ends = routed
     else:
+        grouped.check_devices(x=x, gate_up=gate_up, down=down, index=index, weights=weights)
         if elsewhere:  # so that numbers below 0 sort with the other ones outside this process
             index = index.masked_fill(index < 0, count)
         ids, order = index.reshape(-1).sort()
@@ -207,6 +215,7 @@ def _by_rows(
         if both is None:
             both = otherwise(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         inner = _gate(both, activation, interleaved, around, nobodys)
+        _check_inner(inner, both, activation, (both.dtype,))
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
         of_rows = otherwise(inner, down.mT, offs=ends, bias=down_bias)
@@ -224,8 +233,9 @@ def _by_blocks(
         values, scales = quantize(both, gate="swiglu")
     else:
         inner = _gate(both, activation, interleaved, around)
-        if callable(activation) and type(activation) is not Gate:
-            _check_inner(inner, both)
+        _check_inner(inner, both, activation, _FLOATS)
+        if grouped.has_gradient(inner):
+            raise ProblemError("activation returned a gradient; block scales have no gradient: detach() it")
         values, scales = quantize(inner)
     return scaled_grouped_mm(values, down.mT, scales, down_scale.mT, ends, None)
 
@@ -300,12 +310,14 @@ def _check(
     gate_up_scale: Any, down_scale: Any, activation: Any,
 ) -> None:  # fmt: skip
     """Check that the operands form a layer. Raises ProblemError if they do not."""
-    if not callable(activation) and activation not in ACTIVATIONS:
+    if not (activation in ACTIVATIONS if isinstance(activation, str) else callable(activation)):
         raise ProblemError(
             f"activation {activation!r} has no gated form; use {', '.join(ACTIVATIONS)}, or a function"
         )
     if not (x.ndim == 2 and gate_up.ndim == down.ndim == 3) or (
-        gate_up.shape[2] != x.shape[1] or down.shape != (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
+        gate_up.shape[2] != x.shape[1]
+        or gate_up.shape[1] % 2
+        or down.shape != (gate_up.shape[0], x.shape[1], gate_up.shape[1] // 2)
     ):
         raise ProblemError(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}; give (tokens, "
@@ -324,6 +336,8 @@ def _check(
         raise ProblemError(
             f"x is {x.dtype}, gate_up {gate_up.dtype}, down {down.dtype}; give all the same dtype"
         )
+    if x.dtype not in _FLOATS:
+        raise ProblemError(f"x is {x.dtype}; give bfloat16, float16 or float32, such as x.bfloat16()")
     if index.ndim != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
         raise ProblemError(
             f"index {tuple(index.shape)} and weights {tuple(weights.shape)} of {x.shape[0]} tokens; "
@@ -351,26 +365,20 @@ def _check_blocks(
             if is_tensor:
                 wrong = f"{tuple(scale.shape)} {scale.dtype}"
             raise ProblemError(f"{name}_scale is {wrong}; give {shape} torch.float32")
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ProblemError(f"x is {x.dtype}; give bfloat16, float16 or float32, such as x.bfloat16()")
     if grouped.has_gradient(x, gate_up, down, gate_up_scale, down_scale):
         raise ProblemError(
             "experts with block scales have no gradient; detach() the operands, or use no_grad()"
         )
 
 
-def _check_inner(inner: Any, both: torch.Tensor) -> None:
-    """Check what `activation` made of the first product. Raises ProblemError."""
-    shape = (both.shape[0], both.shape[1] // 2)
-    if (
-        getattr(inner, "dtype", None) not in (torch.bfloat16, torch.float16, torch.float32)
-        or tuple(inner.shape) != shape
-        or grouped.has_gradient(inner)
-    ):
-        shown = f"{tuple(inner.shape)} {inner.dtype}" if isinstance(inner, torch.Tensor) else repr(inner)
-        raise ProblemError(
-            f"activation returned {shown:.60}; return {shape} of bfloat16, float16 or float32, no gradient"
-        )
+def _check_inner(inner: Any, both: torch.Tensor, activation: Any, dtypes: Sequence[torch.dtype]) -> None:
+    """Check what a function made of the first product. Raises ProblemError."""
+    if isinstance(activation, (str, Gate)):
+        return
+    shape, is_tensor = (both.shape[0], both.shape[1] // 2), isinstance(inner, torch.Tensor)
+    if not is_tensor or inner.dtype not in dtypes or tuple(inner.shape) != shape:
+        shown = f"{tuple(inner.shape)} {inner.dtype}" if is_tensor else f"{inner!r:.60}"
+        raise ProblemError(f"activation returned {shown}; return {shape} of {' or '.join(map(str, dtypes))}")
 
 
 def check_index(index: torch.Tensor, count: int) -> None:

@@ -28,7 +28,6 @@ from tunegemm.dispatch.guards import (
     dispatch_modes,
     functorch_level,
     grad_enabled,
-    is_lazy,
     is_transformed,
     tracing,
 )
@@ -188,8 +187,6 @@ class Groups(extension.Family):
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any
     ) -> tuple[Any, Callable[[Kernel], Launch]] | None:
         """See `Family.decide`."""
-        if any(map(is_lazy, (a, b) if bias is None else (a, b, bias))):
-            return None
         if not fits(a, b, offs, bias, a.device.type, gated=bool(gate), scales=scales):
             return None
         try:
@@ -342,16 +339,19 @@ def by_torch(
     a: Any, b: Any, *, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Compute the product with torch, and add the bias, which torch does not support."""
-    if bias is not None and offs is not None and isinstance(offs, torch.Tensor):
-        if wrong := wrong_bias(a, b, bias):
-            raise ProblemError(wrong)
-        return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
-    if isinstance(offs, torch.Tensor) and b.ndim == 3 and not b.shape[0]:  # torch leaves the rows undefined
-        raise ProblemError(
-            f"b has shape {tuple(b.shape)}, without groups; give weights for at least one group"
-        )
-    if isinstance(offs, torch.Tensor):  # torch's kernel ignores the stride of offs
-        offs = offs.contiguous()
+    # Else torch names what is no tensor.
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and isinstance(offs, torch.Tensor):
+        if bias is not None:
+            if wrong := wrong_bias(a, b, bias):
+                raise ProblemError(wrong)
+            return _added(by_torch(a, b, offs=offs, out_dtype=out_dtype), offs, bias)
+        if b.ndim == 3 and not b.shape[0]:  # torch leaves the rows undefined
+            raise ProblemError(
+                f"b has shape {tuple(b.shape)}, without groups; give weights for at least one group"
+            )
+        if not a.device == b.device == offs.device:  # torch would read memory that is not there
+            check_devices(a=a, b=b, offs=offs)
+        offs = offs.contiguous()  # torch's kernel ignores its stride
     try:
         return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     except RuntimeError as error:
@@ -375,6 +375,14 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
                 "sizes.cumsum(0)"
             )
         before = end
+
+
+def check_devices(**tensors: torch.Tensor | None) -> None:
+    """Raises ProblemError for tensors that are not all on one device."""
+    places = {name: str(each.device) for name, each in tensors.items() if each is not None}
+    if len(set(places.values())) > 1:
+        shown = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise ProblemError(f"{shown.replace(' on ', ' is on ', 1)}; give all on one device")
 
 
 def has_values(tensor: torch.Tensor) -> bool:
