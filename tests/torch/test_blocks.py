@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tunegemm
 from tunegemm.errors import ProblemError
@@ -128,6 +129,21 @@ def test_compiled_and_exported_code_computes_as_eager_code_does() -> None:
         torch.compile(Scaled(), backend="eager")(given[0], given[1], given[2][:, :3], given[3])
 
 
+@pytest.mark.parametrize("shape", [(16, 200, 64), (16, 48, 128), (5, 200, 400)])
+def test_dynamic_shapes_are_those_of_blocks_too(shape: tuple[int, int, int]) -> None:
+    """One block along k makes an extent of 1, which is no symbol beside symbols."""
+    torch._dynamo.reset()
+    given = operands(*shape)
+    compiled = torch.compile(Scaled(), backend="eager", fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(*given), Scaled()(*given))
+
+
+def test_fake_operands_make_a_graph_that_runs() -> None:
+    given = operands(5, 200, 400)
+    graph = make_fx(Scaled(), tracing_mode="symbolic")(*given)
+    assert torch.equal(graph(*given), Scaled()(*given))
+
+
 A, B, SCALE_A, SCALE_B = operands(5, 300, 400)
 
 
@@ -145,6 +161,31 @@ A, B, SCALE_A, SCALE_B = operands(5, 300, 400)
 def test_scales_that_fit_nothing_are_refused_in_one_line(scale_a: Any, scale_b: Any, says: str) -> None:
     with pytest.raises(ProblemError, match=says):
         tunegemm.scaled_mm(A, B, scale_a, scale_b, out_dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"out_dtype": "bfloat16"}, "out_dtype 'bfloat16' is not a torch.dtype; give one such as"),
+        ({"out_dtype": [BF16]}, r"out_dtype \[torch.bfloat16\] is not a torch.dtype"),
+        ({"bias": [1.0]}, r"bias is \[1.0\]; give a tensor of one value for each column, \(300,\)"),
+        ({"bias": torch.ones(1)}, r"bias is \(1,\); give a tensor of one value for each column"),
+        ({"bias": torch.ones(5, 300)}, r"bias is \(5, 300\); give"),
+        ({"bias": torch.ones(300, device="meta")}, "a is on cpu, .* bias on meta; give all on one device"),
+        ({"scale_a": SCALE_A.to("meta")}, "scale_a on meta, scale_b on cpu; give all on one device"),
+    ],
+)
+def test_what_stands_beside_the_scales_is_checked(words: dict[str, Any], says: str) -> None:
+    """In torch's place, which would look at it on a GPU."""
+    given: dict[str, Any] = {"a": A, "b": B, "scale_a": SCALE_A, "scale_b": SCALE_B, "out_dtype": BF16}
+    with pytest.raises(ProblemError, match=says):
+        tunegemm.scaled_mm(**given | words)
+
+
+def test_an_error_in_one_whole_graph_shows_its_message() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"ProblemError.*scale_a is \(5, 3\) for .*; blocks of 128 have"):
+        torch.compile(Scaled(), backend="eager", fullgraph=True)(A, B, SCALE_A[:, :3], SCALE_B)
 
 
 def test_scales_that_torch_has_are_torchs() -> None:

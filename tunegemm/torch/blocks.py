@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.forms import check_dtype
 from tunegemm.dispatch.library import block_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK
-from tunegemm.groups.grouped import are_plain, has_gradient
+from tunegemm.groups.grouped import are_plain, check_devices, has_gradient
 from tunegemm.model.blocks import choose
 
 _FP8 = torch.float8_e4m3fn
@@ -41,7 +43,8 @@ def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale
         scale_a.shape == (rows, along)
         and scale_b.ndim == 2
         and scale_b.shape[1] == blocks_of(n)
-        and scale_b.shape[0] in (along, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
+        # Not `in`, by which Dynamo (torch 2.13) does not find a constant among symbolic extents.
+        and (scale_b.shape[0] == along or scale_b.shape[0] == -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
     )
 
 
@@ -86,6 +89,15 @@ def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_
         )
 
 
+def check_beside(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> None:
+    """Raises ProblemError if a bias is not one value for each column, or tensors are on several devices."""
+    columns = b.shape[1]
+    if bias is not None and (not isinstance(bias, torch.Tensor) or bias.numel() != columns):
+        shown = tuple(bias.shape) if isinstance(bias, torch.Tensor) else f"{bias!r:.40}"
+        raise ProblemError(f"bias is {shown}; give a tensor of one value for each column, ({columns},)")
+    check_devices(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+
+
 def scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -97,16 +109,20 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`tunegemm.scaled_mm` for scales other than those of whole operands or of rows and columns."""
     arguments = a, b, scale_a, scale_b
-    if torch.compiler.is_exporting() or all(type(each) in PLAIN for each in arguments):
+    is_traced = torch.compiler.is_compiling() or isinstance(a, FakeTensor)
+    if torch.compiler.is_exporting() or all(
+        type(each) in PLAIN or isinstance(each, FakeTensor) for each in arguments
+    ):
         if torch.float8_e8m0fnu in (scale_a.dtype, scale_b.dtype) and are_of_blocks(*arguments):
             arguments = a, b, in_fp32(scale_a), in_fp32(scale_b)
         check_scales(*arguments)
         if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
-            is_traced = torch.compiler.is_compiling()
+            check_dtype(out_dtype)
             result = product(*arguments, out_dtype) if bias is None and not is_traced else None
             if result is not None:
                 served: torch.Tensor = extension.undifferentiable("tunegemm.scaled_mm", result, a, b)
                 return served
+            check_beside(*arguments, bias)
             if a.device.type == "cpu" or not torch_takes(*arguments):
                 # Inductor (torch 2.13) would make C++ of `emulated` that leaves out partial blocks.
                 by: Callable[..., torch.Tensor] = torch.ops.tunegemm.scaled_blocks if is_traced else emulated
@@ -126,7 +142,7 @@ def emulated(
     with torch._C._DisableAutocast():  # else the product would be one of 16-bit operands
         result = left @ (b.float() * across)
     if bias is not None:
-        result = result + bias.float()
+        result = result + bias.flatten().float()
     return result.to(a.dtype if out_dtype is None else out_dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from tunegemm.describe.epilogue import ACTIVATIONS, GATE_OF, GATED, Epilogue
 from tunegemm.dispatch import api
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, Activation, form_of
+from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, Activation, check_dtype, form_of
 from tunegemm.dispatch.fx import node_of, rank, refuse_proxies
 from tunegemm.dispatch.guards import are_functions_watched, function_modes
 from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps
@@ -277,10 +277,7 @@ def _matmul_and_more(
         raise ProblemError(
             f"epilogue {epilogue} with bias, activation or residual; make them steps of the epilogue"
         )
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise ProblemError(
-            f"out_dtype {out_dtype!r:.40} is not a torch.dtype; give one such as torch.float32"
-        )
+    check_dtype(out_dtype)
     if isinstance(operands, str) or not isinstance(operands, Sequence):
         raise ProblemError(f"operands {operands!r:.40} are not a sequence; give a tuple of them")
     if not compiling_now():
@@ -338,5 +335,6 @@ def _fused(
     try:
         form = form_of(call, text, out_dtype, accumulation)
     except TypeError:  # not even hashable
-        raise ProblemError(f"out_dtype {out_dtype!r:.40} is not a torch.dtype") from None
+        check_dtype(out_dtype)
+        raise
     return api.dispatcher.fused(form, a, b, tensors, numbers, out)
