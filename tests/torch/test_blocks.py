@@ -9,6 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tunegemm
+from tests.support.serving import Bound, serving_by
 from tunegemm.errors import ProblemError
 from tunegemm.torch import blocks as own
 
@@ -180,6 +181,21 @@ def test_what_stands_beside_the_scales_is_checked(words: dict[str, Any], says: s
     given: dict[str, Any] = {"a": A, "b": B, "scale_a": SCALE_A, "scale_b": SCALE_B, "out_dtype": BF16}
     with pytest.raises(ProblemError, match=says):
         tunegemm.scaled_mm(**given | words)
+
+
+def test_an_output_that_torch_refuses_or_that_holds_an_operand_is_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.zeros(256, 640).to(FP8)
+    given = torch.zeros(8, 640).to(FP8), weight.t(), torch.ones(8, 5), torch.ones(5, 2)
+    inside = weight.flatten().view(BF16)[: 8 * 256].view(8, 256)
+    launched: list[Any] = []
+    with serving_by(monkeypatch, Bound(lambda *addresses: launched.append(addresses))):
+        for out_dtype, out in ((BF16, inside), (BF16, torch.empty(8, 256)), (F32, inside.clone())):
+            assert own.product(*given, out_dtype, out) is None and not launched
+        for out_dtype in (BF16, None):
+            out = torch.empty(8, 256, dtype=BF16)
+            assert own.product(*given, out_dtype, out) is out and launched.pop()[-1] == out.data_ptr()
 
 
 def test_an_error_in_one_whole_graph_shows_its_message() -> None:

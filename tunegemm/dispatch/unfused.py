@@ -313,8 +313,8 @@ def _in_fp32(a: Any, b: Any) -> Any:
 def _into(out: Any, value: Any) -> Any:
     if torch.is_grad_enabled() and (out.requires_grad or value.requires_grad):
         raise RuntimeError("out= of a fused product does not support automatic differentiation")
-    if out.shape != value.shape or out.dtype != value.dtype:
-        raise RuntimeError(
-            f"out is {tuple(out.shape)} {out.dtype}, but the result is {tuple(value.shape)} {value.dtype}"
-        )
+    given, wanted = ((tuple(each.shape), each.dtype, each.device) for each in (out, value))
+    if given != wanted:
+        shown = (f"{shape} {dtype} on {device}" for shape, dtype, device in (given, wanted))
+        raise RuntimeError("out is {}, but the result is {}".format(*shown))
     return out.copy_(value)

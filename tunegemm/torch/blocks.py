@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import check_dtype
+from tunegemm.dispatch.launchers import is_apart_from
 from tunegemm.dispatch.library import block_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
@@ -188,6 +189,11 @@ def product(
         or (out_dtype if out is None else out.dtype) not in _OUT_DTYPES
         or not are_plain(a, b, scale_a, scale_b, out)
         or has_gradient(scale_a, scale_b)
+    ):
+        return None
+    # Else torch refuses the dtype, or reads operands before it writes.
+    if out is not None and not (
+        out_dtype in (None, out.dtype) and is_apart_from(out, (a, b, scale_a, scale_b))
     ):
         return None
     along = blocks_of(a.shape[1])

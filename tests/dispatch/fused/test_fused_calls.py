@@ -324,6 +324,8 @@ def test_outputs(serve, kernel):
     assert len(kernel.calls) == 1
     with pytest.raises(RuntimeError, match="out is"):
         tunegemm.matmul(x, weight.t(), out=out[:5], activation="relu")
+    with pytest.raises(RuntimeError, match=r"out is .* on meta, but the result is .* on cpu"):
+        tunegemm.matmul(x, weight.t(), out=out.to("meta"), activation="relu")
 
 
 def test_output_dtypes(serve, kernel):
