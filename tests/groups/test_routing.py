@@ -12,7 +12,7 @@ import tunegemm
 from tests.groups.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
 from tests.support.grouped import Loops
 from tests.support.processes import run_interpreted
-from tunegemm.errors import ArtifactError
+from tunegemm.errors import ArtifactError, ProblemError
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.takes import UNIT_BYTES
 from tunegemm.groups import routing
@@ -95,6 +95,13 @@ def steps(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Steps:
     found = Steps()
     monkeypatch.setattr(routing, "routing", Routing(found.load, kernels.ALL))
     return found
+
+
+def test_weights_on_another_device_are_named(steps: Steps) -> None:
+    given = layer(11, BF16)
+    with pytest.raises(ProblemError, match="x is on cpu, weights on meta; give all on one device"):
+        tunegemm.experts(**given | {"weights": given["weights"].to("meta")})
+    assert steps.calls[0].startswith("route")
 
 
 BOUND = {"rtol": 5e-2, "atol": 3e-2}

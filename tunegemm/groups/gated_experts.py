@@ -184,6 +184,7 @@ def _layer(
         if combined is not None:
             return combined if combined.dtype is x.dtype else combined.to(x.dtype)
         if routed is not None:  # the `combine` kernel is not available
+            grouped.check_devices(x=x, weights=weights)
             order = _inverse(place.long(), plain)
             nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
     if nobodys is not None:
