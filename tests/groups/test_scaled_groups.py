@@ -232,6 +232,16 @@ def test_block_scales_that_do_not_fit_are_named(changes: dict[str, Any], said: s
         tunegemm.scaled_grouped_mm(**of_blocks() | changes)
 
 
+def test_scales_of_rows_are_shown_their_shape_and_their_device() -> None:
+    words = of_blocks()
+    rows = words | {"scale_a": torch.ones(9, 1), "scale_b": torch.ones(3, 136)}
+    with pytest.raises(ProblemError, match=r"rows and columns have \(9,\) and \(3, 136\)"):
+        tunegemm.scaled_grouped_mm(**rows)
+    rows |= {"scale_a": torch.ones(9, device="meta"), "out_dtype": BF16}
+    with pytest.raises(ProblemError, match="scale_a on meta, scale_b on cpu, offs on cpu; give all on one"):
+        tunegemm.scaled_grouped_mm(**rows)
+
+
 def test_ends_of_block_scales_are_cut_at_the_rows_or_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     words = of_blocks()
     beyond = words | {"offs": torch.tensor([4, 4, 99], dtype=torch.int32)}

@@ -74,7 +74,7 @@ def check(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
         if scale.dtype != torch.float32:
             raise ProblemError(f"{name} is {scale.dtype}; give float32 scales: {name}.float()")
         if tuple(scale.shape) != shape:
-            remedy = f"blocks of {BLOCK} have {shape}"
+            remedy = f"blocks of {BLOCK} have {shape}, rows and columns have {(rows,)} and {(groups, n)}"
             if tuple(scale.shape) == (*shape[:-2], shape[-1], shape[-2]):
                 remedy = f"transpose it: {name}.mT"
             raise ProblemError(

@@ -64,7 +64,8 @@ def scaled_grouped_mm(
         if served is not None:
             product: torch.Tensor = extension.undifferentiable("tunegemm.scaled_grouped_mm", served, a, b)
             return product
-        # torch's kernel ignores the stride of offs
+        # Torch reads memory that is not there, and its kernel ignores the stride of offs.
+        grouped.check_devices(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
         words["offs"] = None if offs is None else offs.contiguous()
     return torch._scaled_grouped_mm(a, b, scale_a, scale_b, **words)
 
