@@ -198,6 +198,35 @@ def test_an_output_that_torch_refuses_or_that_holds_an_operand_is_torchs(
             assert own.product(*given, out_dtype, out) is out and launched.pop()[-1] == out.data_ptr()
 
 
+@pytest.mark.parametrize(
+    ("scale_a", "scale_b"), [((5,), (300,)), ((5, 4), (4, 3)), ((1, 5), (300, 1)), ((5, 1), (1,))]
+)
+def test_scales_that_int8_lacks_are_named(scale_a: tuple[int, ...], scale_b: tuple[int, ...]) -> None:
+    """Torch would say that it wants fp8."""
+    a, b = A.view(torch.int8), B.view(torch.int8)
+    with pytest.raises(
+        ProblemError, match=r"of int8; give .* scales of one element, or \(m, 1\) and \(1, n\)"
+    ):
+        tunegemm.scaled_mm(a, b, torch.ones(scale_a), torch.ones(scale_b))
+
+
+@pytest.mark.parametrize("scale_a", [torch.ones(()), torch.ones(5, 1), SCALE_A])
+@pytest.mark.parametrize("dtype", [FP8, torch.int8])
+def test_a_scale_that_is_no_tensor_is_named(scale_a: torch.Tensor, dtype: torch.dtype) -> None:
+    for given in ((scale_a, None), (scale_a, [1.0]), (1.0, scale_a)):
+        with pytest.raises(TypeError, match=r"'scale_[ab]' .* must be Tensor"):
+            tunegemm.scaled_mm(A.view(dtype), B.view(dtype), *given)  # type: ignore[arg-type]
+
+
+def test_int8_lines_that_are_one_are_right() -> None:
+    a, b = (torch.arange(-9, 9, dtype=torch.int8).repeat(200)[: x * 64].view(x, 64) for x in (32, 48))
+    for left, right in ((a[:1].expand(32, 64), b.t()), (a, b[:1].expand(48, 64).t())):
+        wanted = left.int() @ right.int()
+        assert torch.equal(tunegemm.matmul(left, right, out_dtype=torch.int32), wanted)
+        scaled = tunegemm.scaled_mm(left, right, torch.tensor(0.5), torch.tensor(2.0), out_dtype=F32)
+        assert torch.equal(scaled, wanted.float())
+
+
 def test_an_error_in_one_whole_graph_shows_its_message() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"ProblemError.*scale_a is \(5, 3\) for .*; blocks of 128 have"):

@@ -87,7 +87,7 @@ def scale_steps(
     """
     if rank(a) != 2 or rank(b) != 2:
         return ""
-    if num_elements(scale_a) == 1 and num_elements(scale_b) == 1:
+    if (num_elements(scale_a), num_elements(scale_b)) == (1, 1):
         return "scale_tensor+bias_n" if bias else "scale_tensor"
     if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
         return "scale_rowwise+bias_n" if bias else "scale_rowwise"

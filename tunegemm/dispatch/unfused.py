@@ -283,6 +283,8 @@ def _check_pairs(form: Form, a: Any, b: Any, value: Any) -> None:
 
 def of_int8(a: Any, b: Any) -> Any:
     """``torch._int_mm``, which needs more rows on a GPU than a decode step has."""
+    # On a CPU (torch 2.13) it reads beyond a line that all rows share.
+    a, b = (each.contiguous() if 0 in each.stride() else each for each in (a, b))
     if not a.is_cuda or a.ndim != 2 or a.shape[0] >= INT8_LEAST_ROWS:
         return torch._int_mm(a, b)
     padded = torch.nn.functional.pad(a, (0, 0, 0, INT8_LEAST_ROWS - a.shape[0]))

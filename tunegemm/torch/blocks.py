@@ -110,6 +110,11 @@ def scaled_mm(
 ) -> torch.Tensor:
     """`tunegemm.scaled_mm` for scales other than those of whole operands or of rows and columns."""
     arguments = a, b, scale_a, scale_b
+    if a.dtype == torch.int8:
+        raise ProblemError(
+            f"scale_a is {tuple(scale_a.shape)}, scale_b {tuple(scale_b.shape)} for {tuple(a.shape)} x "
+            f"{tuple(b.shape)} of int8; give (m, k), (k, n) and scales of one element, or (m, 1) and (1, n)"
+        )
     is_traced = torch.compiler.is_compiling() or isinstance(a, FakeTensor)
     if torch.compiler.is_exporting() or all(
         type(each) in PLAIN or isinstance(each, FakeTensor) for each in arguments
