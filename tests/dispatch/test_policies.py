@@ -363,3 +363,21 @@ def test_an_unknown_policy_in_the_environment_is_a_warning(monkeypatch, dispatch
     with pytest.warns(TunegemmWarning, match="TUNEGEMM_POLICY: policy 'quickest' is not known"):
         made.matmul(*operands())
     assert made.planner.policy == FASTEST
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch cannot remove it")
+def test_a_thread_that_had_a_block_keeps_nothing_of_it() -> None:
+    """Torch gives back what a dead thread kept under the interpreter's lock: while a program ends, that
+    ends the process by SIGABRT."""
+    kept = []
+
+    def serve() -> None:
+        for prefer in ("deterministic", "no_workspace"):
+            with tunegemm.policy(prefer):
+                kept.append(torch._C._is_key_in_tls("tunegemm_policy"))
+        kept.append(torch._C._is_key_in_tls("tunegemm_policy"))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert kept == [True, True, False]

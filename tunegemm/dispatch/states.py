@@ -34,6 +34,9 @@ MAX_POLICIES = 4
 MAX_CONTEXTS = 64
 
 _STASHED = "tunegemm_policy"
+#: Removes an object from thread-local state. A thread that keeps one asks for the interpreter's lock as it
+#: dies, which ends the process if the program is ending, too. An older torch may lack it.
+_unstash: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +241,12 @@ def _count_less(block: Block) -> None:
 
 def _set(blocks: tuple[Block, ...]) -> Token[tuple[Block, ...]]:
     policy = _one(blocks[-1].policy) if blocks else None
-    _keep(policy)
-    torch._C._stash_obj_in_tls(_STASHED, policy)
+    if policy is None and _unstash is not None:
+        if torch._C._is_key_in_tls(_STASHED):
+            _unstash(_STASHED)
+    else:
+        _keep(policy)
+        torch._C._stash_obj_in_tls(_STASHED, policy)
     return _own.set(blocks)
 
 
