@@ -335,8 +335,8 @@ class Consumer(consumer.Consumer):
             kept[2 * config.atoms_per_warpgroup + span] = own[config.rows + span]
 
     def scales_of(self, kept, origin):
-        """For each WGMMA (of rows, of columns, `are_plain`): the scales of this thread's values, of two rows 8
-        apart, and of each 8 columns or all of them. None with few rows.
+        """For each WGMMA (of rows, of columns, `are_plain`): the scales of this thread's values in two rows
+        that are 8 apart, and in each 8 columns or in all. None with few rows.
         """
         config = self.config
         if config.few:
