@@ -20,7 +20,11 @@ from tunegemm.model.blocks import listed
 FP8 = torch.float8_e4m3fn
 CONFIGS = listed()
 FEW = next(config for config in CONFIGS if config.few and config.out_dtype == "bf16")
-MANY = next(config for config in CONFIGS if config.atoms_per_warpgroup > 1)
+#: A warpgroup has the rows of two WGMMAs.
+MANY = blocks.config_of({
+    "form": "many", "tile_m": 256, "tile_n": 128, "stages": 4, "cluster_m": 1, "cluster_n": 2, "epi_n": 64,
+    "parts": 1, "ordered": False, "gpc_aware": False, "stream_k": False,
+})  # fmt: skip
 
 
 def test_a_kernel_is_named_by_all_that_it_is_compiled_of() -> None:
