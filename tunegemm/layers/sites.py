@@ -1,11 +1,11 @@
 """The calls that the pass inserts into a graph. Each decides once per input shape how it is computed.
 
 A site knows what the graph's guards promise: dtypes, devices, the layout of weights, and that no gradient is
-needed. It checks the rest: dispatch modes, forward-mode AD (Dynamo has no guard on either), the addresses of
-this call, and whether the input is contiguous. A `LaunchCache`
-keeps its decisions, so another policy, a `refresh` or new records end them. If no kernel is known, torch's
-operations run as in the original graph; each linear layer among them is a site of its own. Equal sites are
-one object, so equal layers of a model decide once.
+needed. It checks the rest: dispatch modes and forward-mode AD, on which Dynamo has no guard, the addresses of
+this call, and whether the input is contiguous. A `LaunchCache` keeps its decisions, so another policy, a
+`refresh` or new records end them. If no kernel is known, torch's operations run as in the original graph;
+each linear layer among them is a site of its own. Equal sites are one object, so equal layers of a model
+decide once.
 """
 
 from __future__ import annotations
