@@ -133,10 +133,10 @@ def unknown_argument(function: str, name: str, known: Sequence[str]) -> Argument
     return ArgumentError(f"{function}() has no argument {name!r}; {hint}")
 
 
-#: Errors of the operating system that depend on the machine's current state.
+#: Errors of the operating system in the texts of compilers and libraries. Those of Python have their number.
 _TRANSIENT_ERRNO = (
     errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOSPC,
-    errno.EDQUOT, errno.EIO, errno.EROFS, errno.ETXTBSY, errno.ESTALE, errno.EPIPE,
+    errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ETXTBSY, errno.ESTALE, errno.EPIPE,
 )  # fmt: skip
 #: Texts of failures that depend on the machine's current state: memory, files, processes or the GPU were
 #: unavailable, or somebody ended the process. Only signals from outside count, not those of a program's
@@ -144,7 +144,7 @@ _TRANSIENT_ERRNO = (
 _TRANSIENT = re.compile(
     r"out[ _]of[ _](host[ _])?memory|memoryerror|bad_alloc|memory allocation fail|alloc_failed"
     r"|failed to allocate|busy or unavailable|ecc error|launch timed out|took longer than|no answer within"
-    r"|the compile pool was closed"
+    r"|the compile pool was closed|\[errno \d"
     r"|killed by signal (1|2|3|9|15|24|25)\b|aborted by sig(hup|int|quit|kill|term|xcpu|xfsz)\b|"
     + "|".join(re.escape(os.strerror(number)) for number in _TRANSIENT_ERRNO),
     re.IGNORECASE,
@@ -152,12 +152,12 @@ _TRANSIENT = re.compile(
 
 
 def is_transient(error: BaseException | str) -> bool:
-    """Whether an error, or the reason of a failure, tells of the machine at that moment: lack of memory or
-    files, a process that was killed. Remembered of a candidate it would hide a good kernel from then on.
+    """Whether an error, or the reason of a failure, tells of the machine at that moment: any error of the
+    operating system, lack of memory, a process that was killed. Remembered of a candidate it would hide a
+    good kernel from then on.
     """
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    is_systems = isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO
-    return is_systems or _TRANSIENT.search(text) is not None
+    return isinstance(error, OSError) or _TRANSIENT.search(text) is not None
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:

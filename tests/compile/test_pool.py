@@ -64,7 +64,8 @@ def test_objects_and_refusals_are_answered_from_the_store(store: ArtifactStore) 
 
 
 @pytest.mark.parametrize(
-    "what", ["memory", *(f"errno {n}" for n in (errno.ENOMEM, errno.EMFILE, errno.EAGAIN))]
+    "what",
+    ["memory", *(f"errno {n}" for n in (errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOENT))],
 )
 def test_what_the_machine_lacked_is_no_failure_of_the_candidate(store: ArtifactStore, what: str) -> None:
     """Nor for a pool that goes on: asked again, it compiles again."""
@@ -90,8 +91,22 @@ def test_a_worker_for_which_there_is_no_memory(store: ArtifactStore, monkeypatch
     assert not [*store.root.glob("new-*")]
 
 
-def test_a_transient_failure_that_an_older_release_remembered_is_forgotten(store: ArtifactStore) -> None:
-    store.add_failure(key("a"), "OSError: [Errno 12] Cannot allocate memory")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_an_object_that_cannot_be_written_ends_the_search(store: ArtifactStore, number: int) -> None:
+    what = f"errno {number}"
+    with (
+        CompilePool(store, workers=1, families_module=PLANTED) as pool,
+        pytest.raises(ArtifactError, match=f"{os.strerror(number)}.*TUNEGEMM_CACHE_DIR"),
+    ):
+        pool.submit("planted", key("a", what)).result()
+    assert store.failure(key("a", what)) is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EFBIG, errno.ENOENT])
+def test_a_transient_failure_that_an_older_release_remembered_is_forgotten(
+    store: ArtifactStore, number: int
+) -> None:
+    store.add_failure(key("a"), one_line(OSError(number, os.strerror(number))))
     with CompilePool(store, workers=1, families_module=PLANTED) as pool:
         assert pool.submit("planted", key("a")).result().artifact is not None
 

@@ -33,7 +33,7 @@ from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import CompileError, is_transient
 
 #: Errors of the disk that the store is on, which fail every kernel: they are raised.
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 WORKER_BYTES = 400 * 1024**2
 """Host memory to reserve for one worker: 250 MB after import, more while it compiles large tiles."""

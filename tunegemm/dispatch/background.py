@@ -200,7 +200,7 @@ class BackgroundCompiler:
             if isinstance(error, MemoryError | OSError) and is_transient(error):
                 self._retry(job, _reason(error))
                 return False
-            if isinstance(error, TunegemmError | OSError | RuntimeError):  # the cache or the workers fail all
+            if isinstance(error, TunegemmError | RuntimeError):  # the cache or the workers fail all
                 self._refusal = self._refusal or one_line(error)
                 pool.drop_waiting()
             else:
