@@ -148,6 +148,7 @@ def test_a_locked_database_is_named(tmp_path: Path) -> None:
     [
         (lambda path: path.mkdir(), "a folder; give a file in it"),
         (lambda path: path.write_text("hello\n"), "not an Optuna journal"),
+        (lambda path: path.write_text('{"format": "tunegemm-shapes"}\n'), "not an Optuna journal"),
         (lambda path: path.write_bytes(b"SQLite format 3\0"), "give it as sqlite:///"),
         (os.mkfifo, "a named pipe; give a file"),
         (lambda path: path.symlink_to("/dev/zero"), "a device; give a file"),
@@ -158,8 +159,10 @@ def test_a_locked_database_is_named(tmp_path: Path) -> None:
 def test_what_is_no_journal_is_refused(tmp_path: Path, make, says: str) -> None:
     path = tmp_path / "study"
     make(path)
+    before = path.read_bytes() if path.is_file() else None
     with pytest.raises(StudyError, match=says):
         Studies(str(path))
+    assert "journal" not in says or path.read_bytes() == before, "Optuna appends"
 
 
 @pytest.mark.parametrize("location", ["nonsense://x", "sqlite://", "mysql+none://u:secret@h/d"])

@@ -195,7 +195,7 @@ def _check_file(path: Path, database: Path | URL) -> None:
                 if _is_ours(sqlalchemy.URL.create("sqlite", database=str(path))):
                     raise StudyError(_refusal(path))
             raise StudyError(f"study {path}: an SQLite file; give it as sqlite:///{path}")
-        if head and not head.startswith(b"{"):
+        if head and not (head.startswith(b"{") and b'"op_code"' in head):  # Optuna appends to any file
             raise StudyError(f"study {path}: not an Optuna journal; give another file")
         _check_lock(path)
     except OSError as error:
