@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -99,8 +99,12 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def check_target(path: Path, error: type[TunegemmError] = FileError) -> None:
-    """Raises `error` for a folder, and for a SQLite database, which may be the one that is read."""
+def check_target(
+    path: Path, error: type[TunegemmError] = FileError, reads: Iterable[str | Path] = ()
+) -> None:
+    """Raises `error` for a folder, for a SQLite database, which may be the one that is read, and for one of
+    the files in `reads`; others of these need not exist.
+    """
     with _explained(path, error, "choose another --out"):
         old = _status(path)
         if old is None or descriptor(path) is not None:
@@ -109,6 +113,15 @@ def check_target(path: Path, error: type[TunegemmError] = FileError) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if _is_database(path, old):
             raise error(f"{path}: a database, which is never overwritten; choose another --out")
+        if any(_is_same(other, old) for other in reads):
+            raise error(f"{path}: this command reads it, and would overwrite it; choose another --out")
+
+
+def _is_same(path: str | Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(Path(path).stat(), status)
+    except (OSError, ValueError):
+        return False
 
 
 @contextmanager

@@ -243,6 +243,17 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "folder does not exist" in here("record", "--out", "no/x", "true", code=2, cwd=tmp_path).stderr
 
 
+def test_what_a_command_reads_is_not_written_over(tmp_path: Path) -> None:
+    program = script(tmp_path, PROGRAM)
+    for words in (
+        ("record", "--out", program, "--", sys.executable, program, "1"),
+        ("pack", "--from", program, "--out", program),
+    ):
+        before = Path(program).read_bytes()
+        assert "this command reads it" in here(*words, code=2).stderr
+        assert Path(program).read_bytes() == before
+
+
 class TestTuneFrom:
     @pytest.fixture
     def shapes(self, tmp_path: Path) -> str:

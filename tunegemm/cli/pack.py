@@ -12,7 +12,7 @@ from tunegemm.cli import arguments, options, printing
 from tunegemm.cli.arguments import UsageError
 from tunegemm.cli.options import option
 from tunegemm.errors import PackError
-from tunegemm.files import descriptor, replacing
+from tunegemm.files import check_target, descriptor, replacing
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def pack_command(
     from tunegemm.store import Database, packing
     from tunegemm.store.layers import read_records
 
+    check_target(out, PackError, reads=from_files or ())
     problems = None
     if from_files:
         problems = {demand.problem for demand in workload.read(*from_files)[0]}

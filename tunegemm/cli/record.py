@@ -36,7 +36,7 @@ def command(
         out = out.absolute()
         if not out.parent.is_dir():
             raise WorkloadError(f"{out}: its folder does not exist; create it first")
-        check_target(out, WorkloadError)
+        check_target(out, WorkloadError, reads=words)
     except OSError as error:  # a deleted working directory, or an unsearchable folder
         raise WorkloadError(f"{out}: {cause(error, 'give a full path')}") from None
     with Signals() as signals, program.folder("tunegemm-record-") as parts:

@@ -52,9 +52,9 @@ def command(
     from tunegemm.describe.workload.engines import shapes
     from tunegemm.describe.workload.models import read_model
 
-    check_target(out, WorkloadError)
-    values = _rows(rows)
-    result = shapes(read_model(model), engine, ranks=tp, rows=values, dtype=dtype)
+    values, config = _rows(rows), read_model(model)
+    check_target(out, WorkloadError, reads=[config.where])
+    result = shapes(config, engine, ranks=tp, rows=values, dtype=dtype)
     how = {"--tp": str(tp), "--engine": engine, "--rows": rows, "--dtype": dtype}
     words = [word for flag, value in how.items() if value is not None for word in (flag, value)]
     replace(result.workload, program=("tunegemm", "shapes", model, *words)).write(out)
