@@ -51,6 +51,21 @@ def test_an_engines_layers_and_a_dtype(config: Path, tmp_path: Path) -> None:
     assert {demand.problem.in_dtype for demand in read(tmp_path / "x y.json")[0]} == {"bf16"}
 
 
+def test_a_config_is_not_written_over(config: Path, tmp_path: Path) -> None:
+    for model in (config, tmp_path):
+        done = here("shapes", model, "--out", "config.json", cwd=tmp_path, code=2)
+        assert done.stderr == (
+            "tunegemm: config.json: this command reads it, and would overwrite it; choose another --out\n"
+        )
+    assert json.loads(config.read_text()) == LLAMA
+
+
+def test_a_bad_number_has_the_name_of_its_field(config: Path, tmp_path: Path) -> None:
+    config.write_text(json.dumps(LLAMA | {"intermediate_size": -1}))
+    done = here("shapes", config, cwd=tmp_path, code=2)
+    assert ": intermediate_size -1 is not a whole number" in done.stderr
+
+
 def test_what_has_no_kernels_is_said(config: Path, tmp_path: Path) -> None:
     config.write_text(json.dumps(LLAMA | {"quantization_config": {"quant_method": "gptq"}}))
     done = here("shapes", config, cwd=tmp_path)

@@ -76,8 +76,8 @@ class Config:
 
     def number(self, *names: str, default: int | None = None) -> int:
         """A required number. Raises WorkloadError if it is absent and does not follow from others."""
-        value = self.get(*names)
-        if value is None:
+        name = next((name for name in names if self.values.get(name) is not None), None)
+        if name is None:
             if default is None:
                 owner = self.family or "each model"
                 raise WorkloadError(
@@ -85,7 +85,7 @@ class Config:
                 )
             return default
         try:
-            return whole(value, names[0], 1)
+            return whole(self.values[name], name, 1)
         except BadValueError as error:
             raise WorkloadError(f"{self.where}: {error}") from None
 
