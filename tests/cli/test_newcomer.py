@@ -118,6 +118,8 @@ def test_explain_says_what_has_no_effect(name: str, tmp_path: Path, monkeypatch:
 def test_a_family_is_a_name_or_several_and_a_policy_shows_itself() -> None:
     found = tunegemm.tune("64x64x64", families="cublaslt", device="model:h200")
     assert found.note and "families" not in found.note, "no letters taken for names"
+    # Nor is it said that a rule rejects what only a GPU can time.
+    assert found.note.startswith("64x64x64 bf16 tn has no times of cublaslt on model:h200, and only a GPU")
     with pytest.raises(TunegemmError, match="'cutlass' is not known"):
         tunegemm.tune("64x64x64", families="cutlass", device="model:h200")
     with (policy := tunegemm.policy("deterministic")):

@@ -421,6 +421,9 @@ def rank_by_model(
 
 def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) -> str:
     """Return the note for a problem without a kernel to try in any generator."""
+    if not kernels.generators:
+        known = _without_times(problem, kernels, kernels.device)
+        return f"{known}, and only a GPU times a library's kernels; name another family, or tune it on one"
     if reason := families.refusal_by_all(problem, kernels.generators):
         return f"{problem} can have no kernel: {reason}"
     if only_compiled:
@@ -433,7 +436,7 @@ def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) 
 def _without_times(problem: Problem, kernels: Kernels, device: Device) -> str:
     """Return the note that no candidate has times on a device; it names the families if some were chosen."""
     by_default = set(kernels.families) == set(families.of_device(device))
-    chosen = "" if by_default else f" of {', '.join(kernels.generators)}"
+    chosen = "" if by_default else f" of {', '.join(kernels.generators or kernels.families)}"
     return f"{problem} has no times{chosen} on {device.spec}"
 
 
