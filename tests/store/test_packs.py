@@ -102,6 +102,17 @@ def test_a_loaded_pack_serves_records_and_kernels(made: packing.Packed, home: Pa
     assert read_object(artifact.path.read_bytes())[1].startswith(b"\x7fELF")
 
 
+@pytest.mark.parametrize("is_shipped", [False, True])
+def test_kernels_of_packs_and_of_the_package_are_packed_as_they_are(
+    made: packing.Packed, home: Path, monkeypatch: pytest.MonkeyPatch, is_shipped: bool
+) -> None:
+    """Their records are, too: nothing is compiled for them again, nor said to be missing."""
+    pack = packs.install(made.path, home if is_shipped else None)
+    monkeypatch.setattr(packs, "shipped", lambda: pack if is_shipped else None)
+    again = packing.pack(RECORDS, home / "again.pack", compile_missing=False)
+    assert again.compiled == 0 and again.path.read_bytes() == made.path.read_bytes()
+
+
 def test_tritons_kernels_do_without_triton_and_cutes_not(home: Path) -> None:
     """The pack's compiler is part of the key, not the one that is here."""
     without = replace(DEVICE.fingerprint, triton="", cutlass_dsl="")

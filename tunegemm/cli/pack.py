@@ -32,9 +32,7 @@ def pack_command(
     families: options.Families = None,
     no_compile: Annotated[
         bool,
-        typer.Option(
-            "--no-compile", help="Fail if a kernel is missing in the store, instead of compiling it."
-        ),
+        typer.Option("--no-compile", help="Fail if a kernel is missing, instead of compiling it."),
     ] = False,
     workers: options.Workers = None,
     db: options.OneDatabase = None,

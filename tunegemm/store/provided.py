@@ -1,7 +1,8 @@
 """Compiled kernels by key: those of records, and those that db/grouped.toml, joined.toml, blocks.toml and
 block_groups.toml list.
 
-Kernels that the user's object store lacks are compiled first. No GPU is needed.
+Kernels that neither the user's object store, a loaded pack nor the package has are compiled first. No GPU is
+needed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tunegemm.model.blocks import listed as listed_of_blocks
 from tunegemm.model.grouped import configs, listed_along_k, maker_of
 from tunegemm.model.grouped import listed as listed_of_groups
 from tunegemm.model.joined import listed as listed_of_weights
+from tunegemm.store import packs
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,13 @@ def provide_keys(
 ) -> Provided:
     """As `packing.provide`, by families and kernel keys of records, or of kernels by name."""
     store = ArtifactStore()
-    missing = {of: pair for of, pair in keys.items() if store.find(pair[1]) is None}
+    # By the whole key, unlike `packs.find`: a pack names one version of each compiler.
+    stores = (store, *(pack.store for pack in (*packs.loaded([]), packs.shipped()) if pack))
+
+    def find(key: Key) -> Artifact | None:
+        return next((artifact for each in stores if (artifact := each.find(key)) is not None), None)
+
+    missing = {of: pair for of, pair in keys.items() if find(pair[1]) is None}
     failures: dict[Any, str] = {}
     compiled = 0
     if missing and not compile_missing:
@@ -56,7 +64,7 @@ def provide_keys(
             results = {of: future.result() for of, future in futures.items()}
             failures = {of: result.failure for of, result in results.items() if not result.artifact}
             compiled = pool.compiled
-    answer = {_name(key): store.find(key) for of, (_, key) in keys.items() if of not in failures}
+    answer = {_name(key): find(key) for of, (_, key) in keys.items() if of not in failures}
     return Provided({name: item for name, item in answer.items() if item is not None}, failures, compiled)
 
 
