@@ -10,6 +10,7 @@ import pytest
 
 from tests.store.test_database import DEVICE, PROBLEM, measurement
 from tests.support.commands import printed as run
+from tests.support.postgres import Cluster
 from tests.support.processes import ROOT
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -166,3 +167,25 @@ class TestLayers:
         assert [line.split()[0] for line in lines] == ["system", "pack", "user", "project"]
         assert [line.split()[1] for line in lines[1:]] == ["0", "1", "0"]
         assert lines[3].endswith(str(tmp_path / "project.sqlite"))
+
+    @pytest.mark.parametrize(
+        ("url", "shown"),
+        [
+            ("postgresql://me:sec@ret@127.0.0.1:9/db", "postgresql://me:***@127.0.0.1:9/db"),
+            ("postgresql://127.0.0.1:9/db?user=me&password=secret", "postgresql://127.0.0.1:9/db"),
+            ("mysql://me:secret@host/db", "mysql://me:***@host/db"),
+        ],
+    )
+    def test_the_password_of_a_url_is_not_listed(
+        self, monkeypatch: pytest.MonkeyPatch, url: str, shown: str
+    ) -> None:
+        monkeypatch.setenv("TUNEGEMM_DB", url)
+        assert run("db", "layers")[0].splitlines()[3].endswith(f"records  {shown}")
+
+
+def test_merge_does_not_print_the_password_of_its_target(postgres: Cluster, tmp_path: Path) -> None:
+    Database.open(tmp_path / "a.sqlite", create=True).close()
+    url = postgres.create()
+    out, _ = run("db", "merge", tmp_path / "a.sqlite", "--into", url.replace("@", ":secret@"))
+    assert out == f"{url.replace('@', ':***@')}: 0 rows added, 0 known already, 0 left out\n"
+    postgres.drop(url)

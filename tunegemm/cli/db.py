@@ -118,9 +118,10 @@ def merge_command(
     into: Annotated[str, option("DB", "The database to write; created if missing.")],
 ) -> None:
     """Merge databases. Where records disagree, the evidence decides, and the conflict is listed."""
+    from tunegemm.store.connection import display
     from tunegemm.store.exchange import merge
 
-    _print(into, merge(sources, into))
+    _print(display(into), merge(sources, into))
 
 
 @app.callback(invoke_without_command=True)
@@ -163,9 +164,16 @@ def layers_command() -> None:
         "project": project_location() or "none: no TUNEGEMM_DB, no tunegemm.sqlite of yours in this folder",
     }
     for layer, place in places.items():
-        printing.say(f"{layer:8} {counts[layer]:6} records  {place}")
+        printing.say(f"{layer:8} {counts[layer]:6} records  {_without_password(str(place))}")
     for warning in warnings:
         printing.say(f"tunegemm: {warning}", err=True)
+
+
+def _without_password(location: str) -> str:
+    """As `connection.display`, on a serving host without SQLAlchemy, too."""
+    if "://" not in location:
+        return location
+    return re.sub(r"://([^:@/]*):.*@", r"://\1:***@", location).partition("?")[0]
 
 
 def _print(name: str, report: Report) -> None:
