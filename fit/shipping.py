@@ -80,7 +80,7 @@ def _shortlisted() -> dict[str, tuple[str, Key]]:
 
 def main() -> int:
     """What `make kernels` runs: ``python -m fit.shipping FOLDER``."""
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: python -m fit.shipping FOLDER", file=sys.stderr)
         return 2
     try:

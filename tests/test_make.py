@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fit import shipping
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make; there is none here")
@@ -53,6 +54,12 @@ def test_tuning_installs_no_test_tools_and_compiles_no_other_kernels(clone: Path
     assert "fit.shipping" not in plan
     assert "fit.shipping" in make(clone, "-n", "kernels").stdout
     assert "-e '.[test,dev" in make(clone, "-n", "test").stdout
+
+
+def test_help_compiles_no_kernels_into_a_folder_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipping, "ship", lambda folder: pytest.fail(f"compiles into {folder}"))
+    monkeypatch.setattr("sys.argv", ["shipping", "--help"])
+    assert shipping.main() == 2
 
 
 def test_tests_of_a_gpu_run_by_the_python_that_is_given(clone: Path) -> None:
