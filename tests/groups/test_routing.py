@@ -14,7 +14,7 @@ from tests.support.grouped import Loops
 from tests.support.processes import run_interpreted
 from tunegemm.errors import ArtifactError, ProblemError
 from tunegemm.generate import routing as kernels
-from tunegemm.generate.takes import UNIT_BYTES
+from tunegemm.generate.takes import UNIT_BYTES, NotTaken
 from tunegemm.groups import routing
 from tunegemm.groups.routing import Gate, Routing
 from tunegemm.model.grouped import configs
@@ -327,6 +327,10 @@ def test_few_rows_are_launched_with_their_strides(steps: Steps) -> None:
     both = {"total": 2, "count": 5, "units": 4, "row_units": 5, "group_units": 96, "line_units": 6}
     assert plain.items() >= (both | {"n": 16, "has_bias": 0, "turns": 1, "apart": 0}).items()
     assert of_gate.items() >= (both | {"n": 8, "has_bias": 1, "turns": 2, "apart": 1}).items()
+    out = torch.empty(2, 16, dtype=a.dtype)
+    for wrong in ((a.float(), weights, out, ends), (a, weights, out.float(), ends)):
+        with pytest.raises(NotTaken):
+            few(*wrong, None)
     steps.found = False
     assert routing.few(config, 0, steps.load) is None
 

@@ -78,6 +78,19 @@ def test_other_masks_stay(seen: list[bool], make: Callable[[int], torch.Tensor])
     assert seen == [False] * 4 + [True], "a mask of one row is causal"
 
 
+def test_a_mask_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host waits for that."""
+    looked: list[int] = []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda *each: looked.append(1) or equal(*each))  # type: ignore[func-returns-value]
+    for make, found in ((causal, None), (window, window(6))):
+        mask = masks.Mask(make)  # type: ignore[arg-type]
+        for _ in range(3):
+            result = mask(6)
+            assert (result is None) == (found is None) and (found is None or equal(result, found))
+    assert len(looked) == 2
+
+
 @pytest.mark.parametrize("make", [lambda n: causal(n).expand(4, 1, n, n), lambda n: causal(n)[None]])
 def test_a_mask_of_more_batches_is_torchs_to_refuse(seen: list[bool], make: Callable[..., Any]) -> None:
     torch._dynamo.reset()
