@@ -32,11 +32,8 @@ def config_of(parameters: Mapping[str, Any]) -> BlockGroupConfig:
 class BlockGroupKernel(LoadedKernel[BlockGroupConfig]):
     """A compiled kernel for groups of rows with block scales."""
 
-    def launch(
-        self, a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out: Any, *, blocks: int
-    ) -> None:
+    def launch(self, *tensors: Any, blocks: int) -> None:
         """One product on the current stream; see `bound`."""
-        tensors = a, weights, scale_a, scale_b, offsets, out
         self.bound(*tensors, blocks=blocks)(*(each.data_ptr() for each in tensors))
 
     def bound(

@@ -63,9 +63,8 @@ def tiles_of(config: BlockConfig, rows: int, n: int) -> int:
 class BlockKernel(LoadedKernel[BlockConfig]):
     """A compiled kernel for block-scaled products."""
 
-    def launch(self, a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any, **words: Any) -> None:
+    def launch(self, *tensors: Any, **words: Any) -> None:
         """One product on the current stream; see `bound`."""
-        tensors = a, weight, scale_a, scale_b, out
         self.bound(*tensors, **words)(*(each.data_ptr() for each in tensors))
 
     def bound(
