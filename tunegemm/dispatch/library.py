@@ -17,9 +17,6 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Call, form_of
 from tunegemm.dispatch.fx import num_elements, rank
 
-_OF_ANOTHER_DTYPE = "with an out_dtype, which tunegemm.enable does not serve"
-_OTHER_SCALES = "unsupported scales: kernels take one per operand, or one per row and column"
-
 #: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x128 and 128x128.
 _TENSOR_WISE, _ROW_WISE, _LINES, _BLOCKS = 0, 1, 4, 5
 #: Torch's fp8 product requires B's rows and columns to be multiples of this.
@@ -126,7 +123,7 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tu
         text, tensors, out_dtype, is_fast = _scaled(name, a, b, more)
         form = form_of(BELOW_AUTOGRAD, text, out_dtype, "fast" if is_fast else "two_level")
         if not text:
-            refusal = _OTHER_SCALES
+            refusal = "unsupported scales: kernels take one per operand, or one per row and column"
         elif not (takes_fp8(a, b) and has_scales(text, a, out_dtype)):
             refusal = "torch does not support this product of fp8 operands on a GPU"
         return Call(form, a, b, tensors, (), out), refusal
@@ -140,7 +137,7 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tu
         except TypeError as error:  # of a complex number
             refusal = refusal or str(error)
     if more:
-        refusal = refusal or _OF_ANOTHER_DTYPE
+        refusal = refusal or "with an out_dtype, which tunegemm.enable does not serve"
     return Call(form_of(BELOW_AUTOGRAD, text), a, b, tensors, numbers, out), refusal
 
 

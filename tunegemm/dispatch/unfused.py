@@ -17,15 +17,12 @@ from torch.nn.functional import linear
 
 from tunegemm.choose.operators import absorbed
 from tunegemm.dispatch import guards
+from tunegemm.dispatch.autograd import Add, Multiply
 from tunegemm.dispatch.forms import ADDMM, LINEAR, MATMUL, SCALED_MM, Form
 from tunegemm.dispatch.library import takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
-
-#: Replace torch's functions: a product of (a, b) as the form's call defines it; a product with a column bias.
-Multiply = Callable[[Any, Any], Any]
-MultiplyAndAdd = Callable[[Any, Any, Any], Any]
 
 
 def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float], out: Any) -> Any:
@@ -64,12 +61,12 @@ def unfused(
     out: Any = None,
     *,
     multiply: Multiply | None = None,
-    biased: MultiplyAndAdd | None = None,
+    biased: Add | None = None,
 ) -> Any:
     """The form's result for ``a @ b``, or for ``a @ b.mT`` if its call is LINEAR.
 
-    multiply, biased: replace torch's products if no single torch call takes the steps. Raises the errors of
-    torch's functions.
+    multiply, biased: replace torch's products, of a and b as they are given, if no single torch call takes
+    the steps. Raises the errors of torch's functions.
     """
     operands = form.join(tensors, numbers)
     named = dict(zip((operand.name for operand in form.epilogue.operands), operands, strict=True))
@@ -223,7 +220,7 @@ def _one_by_one(
     taken: tuple[str, ...],
     named: dict[str, Any],
     multiply: Multiply | None,
-    biased: MultiplyAndAdd | None,
+    biased: Add | None,
 ) -> Any:
     """Compute by torch's functions one after the other; each rounds to its own dtype."""
     right, dtype = _right(form, b), form.out_dtype_of(a)

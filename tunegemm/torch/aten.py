@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -37,15 +37,6 @@ class Layer:
     wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
     """Makes the function for an operator, from its name and a function that calls the kernel that would run
     without us, as it is at each call. Both functions get the dispatch keys, then the operator's arguments."""
-
-
-class _Place(NamedTuple):
-    """The target of calls with certain dispatch keys."""
-
-    below: Any
-    """The keys that are below ours."""
-    is_ours: bool
-    """Whether its kernel is at one of the layer's keys."""
 
 
 class Replacements:
@@ -84,7 +75,7 @@ class Replacements:
         if layer is None:
             return
         self._library = torch.library.Library("aten", "IMPL")
-        places: dict[int, _Place] = {}
+        places: dict[int, tuple[Any, bool]] = {}
         for name in layer.operators:
             packet = getattr(torch.ops.aten, name, None)
             for overload in packet.overloads() if packet is not None else ():
@@ -92,15 +83,19 @@ class Replacements:
                 self._library.impl(operator, _before(name, operator, layer, places), _KEY, with_keyset=True)
 
 
-def _before(name: str, operator: Any, layer: Layer, places: dict[int, _Place]) -> Callable[..., Any]:
-    """The function in front of an overload's kernels. places: of this layer, by dispatch keys; a program has
-    few of these, and looking one up costs less than asking torch."""
+def _before(
+    name: str, operator: Any, layer: Layer, places: dict[int, tuple[Any, bool]]
+) -> Callable[..., Any]:
+    """The function in front of an overload's kernels.
+
+    places: by the dispatch keys of a call, those below ours, and whether their kernel is at one of the
+    layer's. A program has few of these, and looking one up costs less than asking torch.
+    """
     serve, go_on = layer.wrap(name, operator.redispatch), operator.redispatch
 
-    def find(keyset: Any) -> _Place:
+    def find(keyset: Any) -> tuple[Any, bool]:
         below = keyset & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
-        place = _Place(below, below.highestPriorityTypeId().name in layer.keys)
-        places[keyset.raw_repr()] = place
+        place = places[keyset.raw_repr()] = below, below.highestPriorityTypeId().name in layer.keys
         return place
 
     def before(keyset: Any, *arguments: Any, **keywords: Any) -> Any:

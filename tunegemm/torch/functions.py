@@ -46,21 +46,14 @@ api.follow(_follow)
 
 
 class Extras(TypedDict, total=False):
-    """The keywords of `matmul`: further steps for the same kernel."""
+    """The keywords of `matmul`, which describes them."""
 
     bias: torch.Tensor | None
-    """One value for each column."""
     activation: Activation | None
-    """relu, gelu, gelu_tanh or silu, after the bias."""
     residual: torch.Tensor | None
-    """A tensor of the result's shape, added last."""
     epilogue: Epilogue | str | None
-    """In place of these three: any steps of `tunegemm.Epilogue`, or a function of the user's."""
     operands: Sequence[Any]
-    """The epilogue's operands in order: tensors and numbers."""
     out_dtype: torch.dtype | None
-    """The result's dtype if it differs from the operands': fp32 for 16-bit operands, int32 for int8; bf16,
-    fp16 or fp32 for int8 with an epilogue that scales."""
 
 
 def matmul(
@@ -71,8 +64,9 @@ def matmul(
     The same kernel can add `bias` (one value per column), apply `activation` (relu, gelu, gelu_tanh or silu)
     and add `residual`, which has the result's shape. Or it runs the steps of an `epilogue`, from
     `tunegemm.Epilogue` or a function of your own, with its `operands`, tensors and numbers in order.
-    `out_dtype` is the result's dtype if it is not the operands': fp32 for 16-bit operands, int32 for int8. If
-    no kernel is recorded for the whole, torch's functions compute it step by step.
+    `out_dtype` is the result's dtype if it is not the operands': fp32 for 16-bit operands, int32 for int8, or
+    bf16, fp16 or fp32 for int8 with an epilogue that scales. If no kernel is recorded for the whole, torch's
+    functions compute it step by step.
 
     Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where ``torch.backends.cuda.matmul.fp32_precision`` is
     ``tf32``: (m, k) x (k, n), and whatever views turn into such a product or a batch of them (leading
