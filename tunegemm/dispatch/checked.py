@@ -80,7 +80,11 @@ class Checked:
             if len(value) < 3 + len(operands):
                 key += tuple(map(type, operands))
         except (AttributeError, TypeError):
-            raise ProblemError(self._no_tensor(value)) from None
+            for name, item in zip(self._names, value, strict=True):
+                if not hasattr(item, "stride"):
+                    wrong = f"{name} {item!r:.40} is not a tensor; {self._problem} needs a tensor on"
+                    raise ProblemError(f"{wrong} {self._place}") from None
+            raise
         extents = self._known.get(key)
         if extents is None:
             self._check(a, b, out)
@@ -93,14 +97,6 @@ class Checked:
             start, other_start = starts[written], starts[other]
             if start < other_start + extents[other].span and other_start < start + extents[written].span:
                 self._check_apart(value, written, other, extents)
-
-    def _no_tensor(self, arguments: Sequence[Any]) -> str:
-        name, value = next(
-            (name, item)
-            for name, item in zip(self._names, arguments, strict=True)
-            if not hasattr(item, "stride")
-        )
-        return f"{name} {value!r:.40} is not a tensor; {self._problem} needs a tensor on {self._place}"
 
     def _check(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
         p, place = self._problem, self._place
@@ -146,9 +142,8 @@ class Checked:
         if share_memory(tensor.data_ptr(), extents[written], two.data_ptr(), extents[other]):
             remedy = " or out itself" if other in self._matrices and written == 2 else ""
             raise ProblemError(
-                f"{self._names[other]} shares memory with {self._names[written]}, which the kernel "
-                "writes; give it "
-                f"separate memory{remedy}"
+                f"{self._names[other]} shares memory with {self._names[written]}, which the kernel writes; "
+                f"give it separate memory{remedy}"
             )
 
 

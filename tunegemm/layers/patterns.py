@@ -51,7 +51,6 @@ class Match:
     results: tuple[Node, ...] = ()
     """If the call has several results, the nodes that they replace, in order. The call then stands at the
     place of the first."""
-
     ends: tuple[Node, ...] = ()
     """The ends of groups of rows: the call's last argument."""
 

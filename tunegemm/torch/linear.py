@@ -105,7 +105,6 @@ class TunedLinear(torch.nn.Linear, metaclass=_Standing):
 
 
 # torch.jit.script compiles its source.
-
 TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-defined]
 
 
