@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import (
     FEASIBLE,
@@ -25,6 +28,7 @@ from tunegemm.generate.feasibility import (
     rule,
     tma_alignment,
 )
+from tunegemm.model.feasible import CandidateTable
 
 PROBLEM = Problem(8, 8, 8)
 
@@ -54,6 +58,22 @@ def test_a_rule_says_what_it_is() -> None:
     assert (depth.name, depth.cause) == ("depth", "Two stages are for more than 8 rows.")
     assert depth.parameters == ("stages",) and depth.reads_extents and not splits.reads_extents
     assert parameters_read(RULES) == {"stages", "split_k"}
+
+
+def test_a_rule_that_fails_is_named_with_its_candidate(h200: Device) -> None:
+    """As of another package's family, or for a word in place of a number in a space."""
+    word = Candidate.make("theirs", {"stages": 2, "tile_m": "64"})
+    planted = rule("tile_m")(lambda problem, candidate, device: f"{candidate['tile_m'] // 2} rows")
+    table = CandidateTable.kernels("theirs", {"stages": (2,), "tile_m": ("64",)})
+    for check in (
+        lambda: apply_rules([planted], PROBLEM, word, h200),
+        lambda: Remembered([planted], PROBLEM, h200)(word),
+        lambda: table.rejected([planted], PROBLEM, h200),
+    ):
+        with pytest.raises(
+            SpaceError, match=r"^rule <lambda> of theirs stages=2 tile_m=64 fails \(TypeError: "
+        ):
+            check()
 
 
 def test_the_first_objection_is_the_verdict_and_says_whether_it_runs(h200: Device) -> None:

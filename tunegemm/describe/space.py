@@ -149,11 +149,10 @@ class SearchSpace:
                 _check_keys(path, f"[{table}] ", data[table], parameters[table])
             tables[table] = {}
             for name, values in data[table].items():
-                good = isinstance(values, list) and values and all(isinstance(v, int | str) for v in values)
-                if not good or len(set(values)) != len(values):
+                if not (isinstance(values, list) and _are_values(values)):
                     raise SpaceError(
-                        f"{path}: [{table}] {name} = {printable(repr(values), 100)}: "
-                        "give a non-empty list of distinct integers, strings or booleans"
+                        f"{path}: [{table}] {name} = {printable(repr(values), 100)}: give a non-empty list "
+                        "of distinct integers from 0 to 2147483647, of distinct strings or of booleans"
                     )
                 tables[table][name] = tuple(values)
         if not isinstance(data["family"], str):
@@ -222,6 +221,16 @@ def _tables(text: str) -> dict[str, Any]:
         place[name] = {} if table else json.loads(pair["value"]) if pair else None
         into = place[name] if table else into
     return data
+
+
+def _are_values(values: list[Any]) -> bool:
+    """Whether they are distinct values of one type, which rules compute with, and numbers of 32 bits, which
+    launches take.
+    """
+    types = set(map(type, values))
+    if len(types) != 1 or not types <= {int, str, bool} or len(set(values)) != len(values):
+        return False
+    return types != {int} or (min(values) >= 0 and max(values) < 2**31)
 
 
 def _check_keys(path: Path, where: str, table: Any, known: tuple[str, ...]) -> None:

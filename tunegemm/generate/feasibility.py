@@ -17,6 +17,7 @@ from tunegemm.describe.architectures import Architecture
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, Problem
 from tunegemm.describe.space import Candidate, Value
+from tunegemm.errors import SpaceError
 
 Objection = Callable[[Problem, Candidate, Device], str | None]
 
@@ -42,8 +43,14 @@ class Rule:
     nothing, or are worth less than another."""
 
     def __call__(self, problem: Problem, candidate: Candidate, device: Device) -> str | None:
-        """The objection to a candidate; None if the rule allows it."""
-        return self.objection(problem, candidate, device)
+        """The objection to a candidate; None if the rule allows it. Raises SpaceError if it fails."""
+        try:
+            return self.objection(problem, candidate, device)
+        except Exception as error:  # another package's code, or a value that no kernel has
+            why = f"{type(error).__name__}: {error}"
+            raise SpaceError(
+                f"rule {self.name} of {candidate} fails ({why}); mend the rule or its space"
+            ) from error
 
     @property
     def cause(self) -> str:
@@ -99,7 +106,7 @@ FEASIBLE = Verdict(runs=True)
 def apply_rules(rules: Iterable[Rule], problem: Problem, candidate: Candidate, device: Device) -> Verdict:
     """The verdict of the first rule that objects; `FEASIBLE` if no rule does."""
     for one in rules:
-        if (reason := one.objection(problem, candidate, device)) is not None:
+        if (reason := one(problem, candidate, device)) is not None:
             return Verdict(one.name, reason, one.runs)
     return FEASIBLE
 
@@ -124,7 +131,7 @@ class Remembered:
             values = tuple([get(name) for name in names])
             allowed = known.get(values)
             if allowed is None:
-                reason = one.objection(self._problem, candidate, self._device)
+                reason = one(self._problem, candidate, self._device)
                 allowed = known[values] = reason is None
             if not allowed:
                 return False

@@ -88,7 +88,7 @@ class CandidateTable:
         alive = np.arange(len(self))
         for number, rule in enumerate(rules):
             firsts, group = self.groups(rule, alive)
-            objections = (rule.objection(problem, candidate, device) for candidate in self.candidates(firsts))
+            objections = (rule(problem, candidate, device) for candidate in self.candidates(firsts))
             is_rejected = np.array([reason is not None for reason in objections], dtype=bool)[group]
             result[alive[is_rejected]] = number
             alive = alive[~is_rejected]
