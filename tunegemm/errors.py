@@ -144,7 +144,7 @@ _TRANSIENT_ERRNO = (
 _TRANSIENT = re.compile(
     r"out[ _]of[ _](host[ _])?memory|memoryerror|bad_alloc|memory allocation fail|alloc_failed"
     r"|failed to allocate|busy or unavailable|ecc error|launch timed out|took longer than|no answer within"
-    r"|the compile pool was closed|\[errno \d"
+    r"|the compile pool was closed|\[errno \d|^(modulenotfound|import)error\b|'s own code failed at "
     r"|killed by signal (1|2|3|9|15|24|25)\b|aborted by sig(hup|int|quit|kill|term|xcpu|xfsz)\b|"
     + "|".join(re.escape(os.strerror(number)) for number in _TRANSIENT_ERRNO),
     re.IGNORECASE,
@@ -153,11 +153,11 @@ _TRANSIENT = re.compile(
 
 def is_transient(error: BaseException | str) -> bool:
     """Whether an error, or the reason of a failure, tells of the machine at that moment: any error of the
-    operating system, lack of memory, a process that was killed. Remembered of a candidate it would hide a
-    good kernel from then on.
+    operating system, lack of memory, a package that cannot be imported, a fault of the code around a family's
+    kernels, a process that was killed. Remembered of a candidate it would hide a good kernel from then on.
     """
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return isinstance(error, OSError) or _TRANSIENT.search(text) is not None
+    return isinstance(error, OSError | ImportError) or _TRANSIENT.search(text) is not None
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def test_objects_and_refusals_are_answered_from_the_store(store: ArtifactStore) 
 
 @pytest.mark.parametrize(
     "what",
-    ["memory", *(f"errno {n}" for n in (errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOENT))],
+    ["memory", "import", *(f"errno {n}" for n in (errno.ENOMEM, errno.EMFILE, errno.EAGAIN, errno.ENOENT))],
 )
 def test_what_the_machine_lacked_is_no_failure_of_the_candidate(store: ArtifactStore, what: str) -> None:
     """Nor for a pool that goes on: asked again, it compiles again."""
@@ -76,6 +77,14 @@ def test_what_the_machine_lacked_is_no_failure_of_the_candidate(store: ArtifactS
         again = pool.submit("planted", key("a", what))
         assert again is not first and not again.result().cached
     assert store.failure(key("a", what)) is None
+
+
+def test_a_fault_of_the_code_around_kernels_is_not_remembered_of_one(store: ArtifactStore) -> None:
+    """No kernel's key changes when its author mends it: it failed until somebody emptied the cache."""
+    with CompilePool(store, workers=1, families_module=PLANTED) as pool:
+        result = pool.submit("own", key("a", "raise")).result()
+    assert result.is_transient and store.failure(key("a", "raise")) is None
+    assert re.match(r"own's own code failed at compile_families.py:\d+: ValueError: refuses", result.failure)
 
 
 def test_a_worker_for_which_there_is_no_memory(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import signal
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunegemm.compile.ptxas import Resources
@@ -42,8 +43,24 @@ def serve(connection: Connection, families_module: str) -> None:
                 reply: Resources | Failure = families.compiler(family).compile(key, out)
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure
                 number = error.errno if isinstance(error, OSError) else None
-                reply = Failure(one_line(error), number, is_transient(error))
+                reason = _with_culprit(family, families, error)
+                reply = Failure(reason, number, is_transient(error) or is_transient(reason))
             connection.send(reply)
+
+
+def _with_culprit(family: str, families: Any, error: Exception) -> str:
+    """The error in one line. If code of the family raised it that is in no kernel, the line says so: no hash
+    tells when that code is mended, so the failure must not be remembered of its kernels.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    with suppress(Exception):  # a family that cannot be loaded
+        assert trace is not None
+        place, sources = Path(trace.tb_frame.f_code.co_filename), families.compiler(family).sources
+        if place not in sources and place.parent in {source.parent for source in sources}:
+            return f"{family}'s own code failed at {place.name}:{trace.tb_lineno}: {one_line(error)}"
+    return one_line(error)
 
 
 def _lower_priority() -> None:

@@ -23,6 +23,8 @@ class _Planted:
         if what.startswith("errno "):
             number = int(what.removeprefix("errno "))
             raise OSError(number, os.strerror(number))
+        if what == "import":
+            raise ImportError("libnvrtc.so.13: cannot open shared object file")
         if what == "raise":
             raise ValueError("a tile that the compiler\nrefuses: fatal register shortage")
         if what == "print":
@@ -31,8 +33,14 @@ class _Planted:
         return Resources(128, 64 if what == "spill" else 0, 1024, ("C7510",) if what == "warn" else (), 0.1)
 
 
+class _Own(_Planted):
+    """Its kernels come from another file beside this one."""
+
+    sources = (Path(__file__).with_name("triton_kernels.py"),)
+
+
 def compiler(name: str) -> _Planted:
-    return _Planted()
+    return _Own() if name == "own" else _Planted()
 
 
 def import_compiler() -> None:
