@@ -43,7 +43,9 @@ def test_a_database_is_not_written_over(tmp_path: Path) -> None:
     Database.open(target, create=True).close()
     link.symlink_to(target)
     before = target.read_bytes()
-    for path in (target, link):
+    log = tmp_path / "tuning.sqlite-wal"  # the latest records of an open database
+    log.touch()
+    for path in (target, link, log):
         with pytest.raises(TunegemmError, match="a database, which is never overwritten; choose another"):
             files.write_text(path, "new")
     assert target.read_bytes() == before

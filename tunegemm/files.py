@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -29,6 +30,9 @@ _KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
 }  # fmt: skip
+
+#: The end of the names of files that SQLite reads together with a database.
+_SIDE_FILE = re.compile(r"-(wal|shm|journal)$")
 
 #: First remedies for some errors; the caller adds others.
 _REMEDIES = {
@@ -111,7 +115,10 @@ def check_target(
             return
         if stat.S_ISDIR(old.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if _is_database(path, old):
+        main = path.with_name(_SIDE_FILE.sub("", path.name))  # whose latest records a side file has
+        if _is_database(path, old) or (
+            main != path and (other := _status(main)) and _is_database(main, other)
+        ):
             raise error(f"{path}: a database, which is never overwritten; choose another --out")
         if any(_is_same(other, old) for other in reads):
             raise error(f"{path}: this command reads it, and would overwrite it; choose another --out")
