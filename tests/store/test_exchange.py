@@ -122,6 +122,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"measured_at": "2026-11-20T00:00:00"}, "no time zone"),
     ({"measured_at": "2999-01-01T00:00:00+00:00"}, "is in the future"),
     ({"evidence": {"source": "replayed"}}, "times were replayed"),
+    ({"policy": "fianl"}, "policy 'fianl' is not known; use one of screen, race"),
     ({"policy": "x" * 17}, "is not a line of at most 16"),
     ({"label": "two\nlines"}, "is not a line of at most 200 printable"),
     ({"label": "\x1b[31mred"}, "label '\\x1b[31mred' is not a line"),

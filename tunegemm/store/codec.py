@@ -30,7 +30,7 @@ from tunegemm.describe.stored import FIELDS, document_of, fields_from
 from tunegemm.errors import BadValueError, DatabaseError, SpaceError, TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.families import kernel_source_hash
-from tunegemm.measure.evidence import SCREEN
+from tunegemm.measure.evidence import METHODS, SCREEN
 from tunegemm.measure.outcome import Failure, Measurement, Stage
 from tunegemm.store.checks import LONGEST_US, SHORTEST_US, check_roofline, objection
 from tunegemm.store.record import UNKNOWN_TIME, Record
@@ -388,6 +388,8 @@ def decode_exported(row: Any) -> Exported:
     id_, label, source, origin, method = (
         line(_cell(row, name, ""), name, longest) for name, longest in widths.items()
     )
+    if method and method not in METHODS:
+        raise BadValueError(f"policy {shown(method)} is not known; use one of {', '.join(METHODS)}")
     problem = decode_fields(Problem, row.get("problem"))
     fingerprint = decode_fields(Fingerprint, row.get("fingerprint"))
     outcome = _decode_outcome(row, problem, fingerprint, source)
