@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -170,6 +171,12 @@ def test_a_url_that_is_none_is_one_line_without_its_password(location: str) -> N
     with pytest.raises(StudyError) as raised:
         Studies(location)
     assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("location", [3, b"study.log", "a\0b"])
+def test_what_is_no_path_is_refused(location: Any) -> None:
+    with pytest.raises(StudyError, match=r"^study .*(not a path|no NUL); give a file, or a URL"):
+        Studies(location)
 
 
 def test_a_pipe_is_refused_as_a_database_too(tmp_path: Path) -> None:

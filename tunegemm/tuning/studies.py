@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.errors import StudyError, TunegemmError, one_line
-from tunegemm.files import kind
+from tunegemm.files import impossible, kind
 from tunegemm.search.search import quiet_optuna
 from tunegemm.store.locations import project_location, user_location
 from tunegemm.untrusted import shown
@@ -45,6 +45,10 @@ class Studies:
         """
         from tunegemm.store.connection import resolve
 
+        if reason := impossible(location):
+            raise StudyError(
+                f"study {shown(location)}: {reason}; give a file, or a URL as sqlite:///study.db"
+            )
         self.location = str(location)
         self._storage = _opened(self.location, database or resolve(project_location() or user_location()))
         self._studies: dict[str, optuna.Study] = {}
