@@ -13,6 +13,8 @@ from rich.console import Console
 
 from tests.tuning.test_progress import OURS, result
 from tunegemm.cli import results
+from tunegemm.cli.tune import show
+from tunegemm.cli.tune_options import Output
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import Demand
 from tunegemm.generate.cublaslt import TORCH_MM
@@ -40,6 +42,15 @@ def test_failures_are_counted_by_stage_with_the_first_reason() -> None:
     assert results.failure_line(found) == "Failed: launch 2 (a); compile 1 (b)"
     assert len(results.each_failure(found)) == 3 and results.each_failure(found)[1].endswith(": compile: b")
     assert results.failure_line(result(outcomes=(LOST,))) == ""
+
+
+def test_a_quiet_line_without_a_winner_has_the_reason_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    session: Any = SimpleNamespace(output=Output(quiet=True), database=None)
+    show(session, result(best=None, outcomes=(Failure(OURS, "compile", "no ptxas"),)))
+    said = capsys.readouterr()
+    assert said.err == "tunegemm: Failed: compile 1 (no ptxas)\n" and said.out.count("\n") == 1
+    show(session, result())
+    assert not capsys.readouterr().err, "there is a winner"
 
 
 def test_what_a_model_ranks_has_the_figure_of_its_record(

@@ -373,6 +373,15 @@ def test_a_compile_that_fails_costs_its_candidates_only(cache: Path) -> None:
     assert told[-1].to_compile == 0
 
 
+def test_a_race_whose_kernel_does_not_compile_has_no_winner(cache: Path) -> None:
+    """That torch.mm is the fastest is not known then, and would be the record on a GPU."""
+    broken = launches(kernels(tuning_families.RAISES)[0])[0]
+    with planted_tuner(open_device("replay:h200"), cache=cache) as tuner:
+        result = tuner.race(BROKEN, [broken])
+        assert result.best is None and "see the failures" in result.note
+        assert tuner.race(BROKEN, []).best is not None, "torch.mm alone"
+
+
 class TestDevices:
     def test_without_a_gpu_the_recorded_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuning, "cuda_device_count", lambda: 0)

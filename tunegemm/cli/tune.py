@@ -183,6 +183,8 @@ def show(session: Session, result: TuneResult) -> None:
         return
     where = display(session.database.location) if session.database is not None else ""
     if output.quiet:
+        if result.best is None and not result.predictions and (failed := results.failure_line(result)):
+            printing.say(f"tunegemm: {failed}", err=True)
         printing.say(results.verdict_line(result, where))
     elif not output.as_json:
         if output.verbose:
@@ -340,8 +342,11 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
 
 
 def again(context: typer.Context, problems: Sequence[Problem], **changes: object) -> str:
-    """The same command line for these problems' shapes."""
+    """The same command line for these problems' shapes, without the passwords of URLs."""
+    from tunegemm.store.connection import display
+
     value = {flag.removeprefix("--"): context.params[name] for name, flag in given_options(context).items()}
+    value |= {name: display(value[name]) for name in ("db", "study") if value.get(name)}
     shapes = {"shape": [problem.shape for problem in problems]}
     return command_line("tune", {"shape": None} | value | shapes | changes)
 

@@ -477,8 +477,8 @@ def confirm(run: Run, raced: Sequence[Measurement]) -> Measurement | None:
     stayed = [item for item in raced if len(item.samples_us) >= item.telemetry.get("of_rounds", 0)]
     # A candidate that the race shows to be even slightly slower than torch.mm does not replace it.
     stayed = [item for item in stayed if (speed(item) or 0.0) >= 1 or is_torch(item.candidate)]
-    if not stayed:
-        run.note = run.note or "nothing could be measured; see the failures"
+    if not stayed or (all(is_torch(item.candidate) for item in stayed) and none_compiled(run.outcomes)):
+        run.note = run.note or "no kernel could be measured; see the failures"
         return None
     best = final_choice(run.problem, stayed)
     if run.problem.groups and not measured_kernels(run.outcomes):
@@ -506,6 +506,14 @@ def measured_kernels(outcomes: Iterable[Outcome]) -> bool:
         isinstance(outcome, Measurement) and outcome.candidate.family != TORCH_MM.family
         for outcome in outcomes
     )
+
+
+def none_compiled(outcomes: Collection[Outcome]) -> bool:
+    """Whether kernels of ours were tried and none compiled: no evidence that torch.mm is faster. A kernel
+    that is wrong or does not run is evidence against it.
+    """
+    own = [outcome for outcome in outcomes if outcome.candidate.family != TORCH_MM.family]
+    return bool(own) and all(isinstance(o, Failure) and o.stage == "compile" for o in own)
 
 
 def disturbance(best: Measurement, outcomes: Iterable[Outcome]) -> str:
