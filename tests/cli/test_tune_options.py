@@ -14,6 +14,7 @@ import tunegemm
 from tests.support.commands import here, process
 from tests.support.processes import ROOT, environment
 from tunegemm.cli import app
+from tunegemm.cli.tune import again
 from tunegemm.describe.device import cuda_device_count
 
 SHAPE = ("--shape", "512x6144x4096")
@@ -169,6 +170,34 @@ def test_a_named_candidate_is_raced_and_nothing_else(place: Path) -> None:
     done = here("tune", *SHAPE, "--device", "replay:h200", "--candidate", "cublaslt", "--json", cwd=place)
     outcomes = json.loads(done.stdout)["outcomes"]
     assert {(one["label"], one["tuning_stage"]) for one in outcomes} == {("torch.mm", "final")}
+
+
+def test_energy_that_nothing_meters_is_said(place: Path) -> None:
+    done = here("tune", *SHAPE, *REPLAY, "--energy", "-q", cwd=place)
+    assert done.stderr == "tunegemm: --energy needs a GPU; replay:h200 meters nothing\n"
+
+
+def test_a_command_to_go_on_with_repeats_no_password() -> None:
+    words = [
+        "--shape",
+        "64x64x64",
+        "--db",
+        "postgresql://me:secret@host/x",
+        "--study",
+        "mysql://me:secret@host/y",
+    ]
+    context = typer.main.get_command(app).commands["tune"].make_context("tune", words)  # type: ignore[attr-defined]
+    command = again(context, [tunegemm.Problem.parse("64x64x64")])
+    assert "secret" not in command and command.count("://me:") == 2
+    assert "--db" not in again(context, [], db=None) and "--study" not in again(context, [], study=None)
+
+
+def test_a_problem_without_a_kernel_has_the_command_that_counts_why(place: Path) -> None:
+    words = ("--shape", "4096x64x64", "--dtype", "fp16", "--device", "model:h200")
+    done = here("tune", *words, "--families", "skinny", cwd=place, code=1)
+    command = done.stderr.partition("`tunegemm ")[2].partition("`")[0]
+    assert command == "space --shape 4096x64x64 --dtype fp16 --layout tn"
+    assert "first rejection" in here(*command.split(), "--families", "skinny", cwd=place).stdout
 
 
 def test_patterns_without_a_match_are_refused(place: Path) -> None:

@@ -72,6 +72,8 @@ def open_session(
         tuning, database = open_tuner(stack, spec, asked_for, place.db, how)
     if not (is_named or tuning.device.is_real or output.is_bare or demanded):
         printing.say(without_gpu(tuning.device, problems, how["families"]), err=True)
+    if search.energy and not tuning.device.is_real:
+        printing.say(f"tunegemm: --energy needs a GPU; {tuning.device.spec} meters nothing", err=True)
     if search.study is not None:
         require_studies(tuning, search.study, database, problems)
     return Session(context, tuning, database, search, output, is_named)

@@ -31,7 +31,12 @@ def tune_command(problem: Problem, **more: object) -> str:
     """
     if problem.out_major != "n" or problem.fused.function is not None:
         return f"tunegemm.tune(tunegemm.{problem!r})"
-    options = {
+    return command_line("tune", {**options_of(problem), **more})
+
+
+def options_of(problem: Problem) -> dict[str, object]:
+    """The options that name a problem on a command line, but for its output's major and a user's function."""
+    return {
         "shape": problem.shape,
         "dtype": problem.in_dtype,
         "out-dtype": problem.out_dtype if problem.out_dtype != default_out_dtype(problem.in_dtype) else None,
@@ -41,4 +46,3 @@ def tune_command(problem: Problem, **more: object) -> str:
         "epilogue": problem.epilogue,
         "accumulation": problem.accumulation if problem.accumulation != "fast" else None,
     }
-    return command_line("tune", {**options, **more})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tunegemm.compile.artifacts import Key
 from tunegemm.compile.pool import CompilePool, Ready, Urgency
+from tunegemm.describe.command import command_line, options_of
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, Value
@@ -430,7 +431,8 @@ def without_kernels(problem: Problem, kernels: Kernels, *, only_compiled: bool) 
         return f"no kernel for {problem} is compiled; leave out --compiled-only"
     if kernels.matching is not None:
         return f"no kernel for {problem} has a label that {kernels.matching!r} matches, and is feasible"
-    return f"no kernel for {problem} is feasible; `tunegemm space` names the rules that reject them"
+    space = command_line("space", options_of(problem))
+    return f"no kernel for {problem} is feasible; `{space}` names the rules that reject them"
 
 
 def _without_times(problem: Problem, kernels: Kernels, device: Device) -> str:
