@@ -7,10 +7,11 @@ import pytest
 
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import SearchSpace
+from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.feasibility import parameters_read
-from tunegemm.report.space import take_census
+from tunegemm.report.space import Space, take_census
 from tunegemm.testing.suite import drawn
 
 PROBLEMS = [Problem.parse("512x6144x4096"), Problem.parse("16x4096x4096"), Problem.parse("1000x520x264x3")]
@@ -73,6 +74,15 @@ def test_counts_equal_those_of_checking_every_candidate() -> None:
             reasons.setdefault(verdict.rule, verdict.reason)
     assert found.examples == reasons
     assert found.feasible_kernels == sum(any(verdicts[at : at + space.launch_size]) for at in each)
+
+
+def test_a_product_is_named_as_for_tune() -> None:
+    space = Space.of("skinny", (8, 4096, 4096), "model:h200")
+    assert space.problem == Problem.parse("8x4096x4096")
+    with pytest.raises(
+        SpaceError, match=r"KeyError: 'vector_bytes'\); mend the rule, or the candidate's param"
+    ):
+        space.check(Candidate("skinny"))
 
 
 def test_a_library_names_its_own_kernels() -> None:

@@ -15,6 +15,7 @@ from tunegemm.compile.pool import Ready
 from tunegemm.compile.ptxas import Resources
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.errors import SpaceError
 from tunegemm.generate import families
 from tunegemm.measure.groups import checked_skews
 from tunegemm.tuning.kernels import Kernels
@@ -112,3 +113,6 @@ def test_one_name_stands_for_a_sequence_of_one() -> None:
     assert Kernels(device, "cublaslt").families == ("cublaslt",)
     assert Kernels(device, "cublaslt, skinny").families == ("cublaslt", "skinny")
     assert checked_skews("typical") == ("typical",)
+    for none in ([], " ,", 3):
+        with pytest.raises(SpaceError, match=r"^families .*: give names of cute_sm90, .*, or None for all$"):
+            Kernels(device, none)  # type: ignore[arg-type]

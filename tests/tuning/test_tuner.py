@@ -348,6 +348,10 @@ class TestRefusedNumbers:
             ):
                 tune(PROBLEM, budget_seconds=budget)
 
+    def test_a_callback_that_is_no_function(self) -> None:
+        with pytest.raises(SpaceError, match=r"^callback 'print': give a function of a Progress$"):
+            tuning.tune(PROBLEM, callback="print")  # type: ignore[arg-type]
+
     @pytest.mark.parametrize("seed", [-1, 2**32, 0.5, float("nan"), None, False])
     def test_seeds(self, tmp_path: Path, seed: Any) -> None:
         with pytest.raises(SpaceError, match=r"^seed = .*: give a whole number from 0 to 4294967295$"):

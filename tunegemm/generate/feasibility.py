@@ -49,7 +49,7 @@ class Rule:
         except Exception as error:  # another package's code, or a value that no kernel has
             why = f"{type(error).__name__}: {error}"
             raise SpaceError(
-                f"rule {self.name} of {candidate} fails ({why}); mend the rule or its space"
+                f"rule {self.name} of {candidate} fails ({why}); mend the rule, or the candidate's parameters"
             ) from error
 
     @property

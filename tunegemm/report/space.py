@@ -22,7 +22,7 @@ from tunegemm.generate.family import Generator
 from tunegemm.generate.feasibility import Verdict, parameters_read
 from tunegemm.model import rank as model
 from tunegemm.model.feasible import CandidateTable, extent_check, possible_kernels
-from tunegemm.tuning.tuner import open_device
+from tunegemm.tuning.tuner import as_problem, open_device
 
 _Values = Mapping[str, tuple[Value, ...]]
 
@@ -37,16 +37,16 @@ class Space:
     device: Device
 
     @classmethod
-    def of(cls, family: str, problem: Problem | str, device: Device | str | None = None) -> Space:
+    def of(
+        cls, family: str, problem: Problem | str | Sequence[int], device: Device | str | None = None
+    ) -> Space:
         """The space of a family, by its name.
 
-        problem: a `Problem`, or the extents of a bf16 k-major one, such as ``"512x6144x4096"``. device: a
-        `Device` or its name; by default the first GPU, or the recorded H200 without one. Raises SpaceError,
-        ProblemError or DeviceError for an unknown one.
+        problem: as for `tunegemm.tune`. device: a `Device` or its name; by default the first GPU, or the
+        recorded H200 without one. Raises SpaceError, ProblemError or DeviceError for an unknown one.
         """
         families.get(family)
-        asked = problem if isinstance(problem, Problem) else Problem.parse(problem)
-        return cls(family, asked, device if isinstance(device, Device) else open_device(device))
+        return cls(family, as_problem(problem), device if isinstance(device, Device) else open_device(device))
 
     @property
     def values(self) -> Mapping[str, tuple[Value, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -16,14 +16,14 @@ from tunegemm.compile.pool import Ready, Shipped
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate, SearchSpace, Value
-from tunegemm.errors import DeviceError
+from tunegemm.errors import DeviceError, SpaceError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.feasibility import Remembered, Verdict, parameters_read
 from tunegemm.model import rank as model
 from tunegemm.model.feasible import extent_check, kernel_check, kernel_facts, possible_kernels
 from tunegemm.model.terms import Columns
-from tunegemm.untrusted import named
+from tunegemm.untrusted import named, shown
 
 _log = logging.getLogger(__name__)
 
@@ -276,9 +276,12 @@ def _kind(problem: Problem) -> tuple[str | int, ...]:
 
 def _usable(names: Sequence[str] | str | None, device: Device) -> tuple[str, ...]:
     """Return the requested families, or all that can work here, with a warning about others. Raises
-    DeviceError if a requested family cannot.
+    DeviceError if a requested family cannot, SpaceError if none is requested.
     """
-    names = named(names) if names is not None else None
+    if names is not None and not (isinstance(names, Iterable) and (names := named(names))):
+        raise SpaceError(
+            f"families {shown(names)}: give names of {', '.join(families.NAMES)}, or None for all"
+        )
     usable, missing = [], dict[str, list[str]]()
     for name in names or families.of_device(device):
         if names and (lack := families.refusal_here(name, device)):

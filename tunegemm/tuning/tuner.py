@@ -24,7 +24,7 @@ from tunegemm.compile.pool import CompilePool, Urgency
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import DeviceError, ProblemError, named_arguments
+from tunegemm.errors import DeviceError, ProblemError, SpaceError, named_arguments
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.groups import checked_skews
@@ -406,6 +406,8 @@ def tune(
     from tunegemm.store.codec import require
 
     checked_seconds(budget_seconds)  # before anything is opened
+    if callback is not None and not callable(callback):
+        raise SpaceError(f"callback {shown(callback)}: give a function of a Progress")
     if database is not None:
         require(database, Database, "database")
     problem = as_problem(problem)
