@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import html
 import re
+import shutil
 import sqlite3
 import time
 from contextlib import closing
@@ -232,6 +233,25 @@ def test_a_record_beside_its_searchs_curve_says_why(tmp_path: Path) -> None:
         text = text_of(report(from_database(database)))
     assert "The search measured the record's candidate at 1.370" in text
     assert "its 1.452 is from its final race with 5 rounds. The two do not compare." in text
+
+
+@pytest.mark.parametrize("cell", ["ratio", "median_us", "baseline_median_us"])
+@pytest.mark.parametrize("value", [5e-324, 1e308])
+def test_figures_that_no_axis_holds_are_unreadable(
+    path: Path, tmp_path: Path, cell: str, value: float
+) -> None:
+    """One such row ended the report of all others."""
+    shutil.copy(path, tmp_path)
+    with closing(sqlite3.connect(tmp_path / path.name)) as connection, connection:
+        (count,) = connection.execute("SELECT count(*) FROM records").fetchone()
+        connection.execute(
+            f"UPDATE measurements SET {cell} = ? WHERE id = (SELECT min(measurement_id) FROM records)",
+            (value,),
+        )
+    with Database.open(tmp_path / path.name, read_only=True) as database:
+        contents = from_database(database)
+        assert len(contents.winners) == count - 1 and report(contents)
+        assert database.frame()[cell].between(1e-9, 1e9).all()
 
 
 class TestScale:

@@ -77,7 +77,17 @@ def finite(cell: Any, least: float = -math.inf, kind: str = "a number") -> float
     return float(cell)
 
 
-positive = functools.partial(finite, least=math.ulp(0.0), kind="a number above zero")
+#: Least and most of a time in microseconds and of a ratio. Reports divide by them and take logarithms.
+LEAST, MOST = 1e-12, 1e12
+
+
+def positive(cell: Any) -> float:
+    """A time or a ratio. Raises ValueError for any other value."""
+    if (value := finite(cell, LEAST, kind=(kind := f"a number from {LEAST:g} to {MOST:g}"))) > MOST:
+        raise ValueError(f"{value:g} is not {kind}")
+    return value
+
+
 not_negative = functools.partial(finite, least=0.0, kind="a number from zero on")
 
 
@@ -322,7 +332,7 @@ def _decode_candidate_object(data: Any) -> Candidate:
 _FIGURES = {
     "median_us": (SHORTEST_US, LONGEST_US),
     "baseline_median_us": (SHORTEST_US, LONGEST_US),
-    "ratio": (1e-12, 1e12),
+    "ratio": (LEAST, MOST),
     "noise": (0, 1e6),
     "relative_error": (0, 1e6),
 }

@@ -12,7 +12,7 @@ from sqlalchemy import Select
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.stored import FIELDS, document_of, problem_of
 from tunegemm.measure.evidence import evidence_of
-from tunegemm.store.codec import FINGERPRINT_FIELDS, decode_candidate, is_readable
+from tunegemm.store.codec import FINGERPRINT_FIELDS, LEAST, MOST, decode_candidate, is_readable
 from tunegemm.store.models import CandidateRow, MeasurementRow, ProblemRow, RecordRow
 from tunegemm.store.rows import FINGERPRINT_COLUMNS, PROBLEM_COLUMNS, records_query, where_problem
 
@@ -128,7 +128,7 @@ def sound(frame: pandas.DataFrame) -> pandas.DataFrame:
         cells = frame[name].map(lambda cell: cell if isinstance(cell, int | float) else None).astype(float)
         cells = cells.where(cells.abs() < 1e300)
         if name in _TIMES:
-            keep &= cells > 0
+            keep &= cells.between(LEAST, MOST)
         elif name in _NUMBERS:
             keep &= cells.notna()
         else:
