@@ -83,7 +83,7 @@ class Base(DeclarativeBase):
 
 
 class FingerprintRow(Base):
-    """Devices with their software: a record holds only under the fingerprint it was measured under."""
+    """Devices with their software: a record is valid only under the fingerprint of its measurement."""
 
     __tablename__ = "fingerprints"
 
@@ -135,7 +135,7 @@ class ProblemRow(Base):
     epilogue: Mapped[str] = mapped_column(
         String(128),
         server_default="",
-        doc="What becomes of the product before it is stored, such as bias_n+gelu; empty: nothing.",
+        doc="Steps between the product and its store, such as bias_n+gelu; empty if there are none.",
     )
     accumulation: Mapped[str] = mapped_column(
         String(16), server_default="fast", doc="How sums over k are kept: fast, or for fp8 two_level."
@@ -149,7 +149,7 @@ class CandidateRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True, doc="Key.")
     digest: Mapped[str] = mapped_column(
-        String(16), unique=True, doc="SHA-256 (16 hex digits) of `json`; a row whose two disagree is ignored."
+        String(16), unique=True, doc="SHA-256 (16 hex digits) of `json`; rows where it differs are ignored."
     )
     family: Mapped[str] = mapped_column(String(64), doc="Kernel family, such as cute_sm90.")
     json: Mapped[str] = mapped_column(
@@ -244,7 +244,7 @@ class MeasurementRow(Base):
 
 
 class FailureRow(Base):
-    """History of candidates that could not be compiled, launched, finished or trusted."""
+    """History of candidates that did not compile, launch or finish, or gave wrong results."""
 
     __tablename__ = "failures"
     __table_args__ = (Index(None, "problem_id", "fingerprint_id", "candidate_id"),)
@@ -273,12 +273,12 @@ class RecordRow(Base):
     problem_id: Mapped[int] = mapped_column(ForeignKey("problems.id"), doc="The problem.")
     fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), index=True, doc="The device.")
     goal: Mapped[str] = mapped_column(
-        "policy", String(32), server_default=FASTEST, doc="What best means: fastest, relative to torch.mm."
+        "policy", String(32), server_default=FASTEST, doc="Meaning of best: fastest, relative to torch.mm."
     )
     measurement_id: Mapped[int] = mapped_column(ForeignKey("measurements.id"), doc="The best one.")
     candidate_id: Mapped[int] = mapped_column(
         ForeignKey("candidates.id"),
-        doc="The measurement's, as are the next three: dispatch reads these rows without the wide ones.",
+        doc="Copied from the measurement, like the next three, so that dispatch need not read that row.",
     )
     ratio: Mapped[float] = mapped_column(doc="The measurement's.")
     kernel_source: Mapped[str] = mapped_column(String(16), doc="The measurement's.")
@@ -292,7 +292,7 @@ class RecordRow(Base):
 
 
 class ChoiceRow(Base):
-    """History of records: every measurement that ever was one, and since when.
+    """History of records: every measurement that was ever the record, and since when.
 
     The latest is in `records`, unless its kernel turned out slower than torch.mm.
     """
