@@ -181,7 +181,7 @@ def test_gpus_and_clusters_that_are_not_there(given: tuple[str, ...], said: str)
 
 def test_a_gpu_that_is_not_there() -> None:
     count = cuda_device_count()
-    remedy = f"here are {count}: 0 to {count - 1}" if count else "no CUDA device here"
+    remedy = f"this host has GPUs 0 to {count - 1}" if count else "no CUDA device here"
     assert remedy in refused("tune", *SHAPE, "--devices", "0,99")
 
 

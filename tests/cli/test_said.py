@@ -93,7 +93,7 @@ def test_a_verified_record_is_one_line_and_its_rivals_are_the_others(
     ("text", "count", "numbers", "says"),
     [
         ("all", 3, (0, 1, 2), ""), ("0,2", 3, (0, 2), ""), (" 1 , 0", 2, (1, 0), ""),
-        ("3", 3, None, "no GPU 3; here are 3"),
+        ("3", 3, None, "no GPU 3; this host has GPUs 0 to 2"),
         ("0,0", 3, None, "names GPU 0 twice"), ("x", 3, None, "not GPU numbers"),
         ("0,", 3, None, "not GPU numbers"),
         ("-1", 3, None, "not GPU numbers"), ("all", 0, None, "no CUDA device here"),

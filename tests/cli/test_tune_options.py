@@ -216,7 +216,9 @@ def test_help_is_in_groups_and_of_the_terminals_width() -> None:
 @pytest.mark.skipif(cuda_device_count() > 0, reason="a GPU measures")
 def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path) -> None:
     done = here("tune", "--from", "one.csv", cwd=place)
-    assert done.stdout.startswith("No CUDA GPU here. 1 of 1 products ship with records for NVIDIA H200, 1.0")
+    assert done.stdout.startswith(
+        "No CUDA GPU here. 1 of 1 products have a shipped record for NVIDIA H200, 1.0"
+    )
     assert "512x6144x4096 bf16 tn x 1: 1.0" in done.stdout and done.stderr == ""
     shown = json.loads(here("tune", "--from", "one.csv", "--json", cwd=place).stdout)
     assert shown["source"] == "shipped" and shown["best"]["ratio"] > 1 and shown["shape"] == "512x6144x4096"
@@ -225,7 +227,7 @@ def test_a_programs_products_without_a_gpu_are_told_from_what_ships(place: Path)
     )
     done = here("tune", "--from", "one.csv", "--from", "mixed.csv", cwd=place)
     head, first, torchs, left, *_ = done.stdout.splitlines()
-    assert head.endswith("2 of 2 products ship with records for NVIDIA H200, 1.00 to 1.02 x torch.mm:")
+    assert head.endswith("2 of 2 products have a shipped record for NVIDIA H200, 1.00 to 1.02 x torch.mm:")
     assert torchs == "  1024x4096x14336 bf16 tn x 1: torch.mm is the fastest"
     assert left.startswith("Left out: mixed.csv: line 2: extents 'odd' are not like")
     quiet = here("tune", "--from", "one.csv", "--from", "mixed.csv", "-q", cwd=place)

@@ -138,13 +138,13 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Find, remember and dispatch the fastest matrix-product kernel for your GPU."""
+    """Find, store and launch the fastest matrix-product kernels for your GPU."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 app.command("tune", cls=tune.Command)(tune.command)
-# What follows the program's name is the program's.
+# Options after the program's name belong to the program.
 app.command("record", context_settings={"allow_interspersed_args": False})(record.command)
 app.command("run", context_settings={"allow_interspersed_args": False})(run.command)
 app.command("shapes")(shapes.command)

@@ -94,7 +94,7 @@ def _values(text: str, part: str) -> list[str]:
     match = _RANGE.fullmatch(part)
     first, last, step = map(int, match.groups()) if match else (0, 0, 0)
     if not 0 < first <= last or not step:
-        raise UsageError(f"--shape {shown(text)}: {shown(part)} is not FIRST:LAST:STEP, as 512:4096:512")
+        raise UsageError(f"--shape {shown(text)}: {shown(part)} is not FIRST:LAST:STEP, such as 512:4096:512")
     values = range(first, last + 1, step)
     if len(values) > _MOST_SHAPES:
         raise UsageError(f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from")
@@ -141,7 +141,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     if not count:
         raise DeviceError(f"--devices {text!r}: no CUDA device here; run this command on a GPU")
     if numbers and max(numbers) >= count:
-        raise UsageError(f"--devices {text!r}: no GPU {max(numbers)}; here are {count}: 0 to {count - 1}")
+        raise UsageError(f"--devices {text!r}: no GPU {max(numbers)}; this host has GPUs 0 to {count - 1}")
     return tuple(numbers or range(count))
 
 
@@ -153,7 +153,7 @@ def parse_families(text: str | None) -> tuple[str, ...] | None:
 
     names = named(text)
     if not names:
-        raise UsageError(f"families {text!r} names no family; use some of {','.join(families.NAMES)}")
+        raise UsageError(f"--families {text!r} names no family; use some of {','.join(families.NAMES)}")
     for name in names:
         families.get(name)
     return names

@@ -30,9 +30,7 @@ def export_command(
     shape: options.SomeShapes = None,
     records: Annotated[
         Path | None,
-        option(
-            "FOLDER", "Write only confirmed records instead, one reviewable file per GPU, as in db/records."
-        ),
+        option("FOLDER", "Write only confirmed records, one reviewable file per GPU, as in db/records."),
     ] = None,
     db: options.DatabaseLocation = None,
 ) -> None:
@@ -79,9 +77,9 @@ def import_command(
     ],
     db: options.DatabaseLocation = None,
 ) -> None:
-    """Add the rows of files to a database. Bad rows and files are named and skipped; stored rows stay.
+    """Add the rows of files to a database. Skips and names bad rows and files; stored rows do not change.
 
-    Exit code 2 when a file cannot be read, 1 when no row could be used.
+    Exit code 2 if a file cannot be read, 1 if no row is usable.
     """
     from tunegemm.errors import DatabaseError
     from tunegemm.store import Database
@@ -117,7 +115,7 @@ def merge_command(
     ],
     into: Annotated[str, option("DB", "The database to write; created if missing.")],
 ) -> None:
-    """Merge databases. Where records disagree, the evidence decides, and the conflict is listed."""
+    """Merge databases. Of conflicting records, the one with better evidence wins; lists conflicts."""
     from tunegemm.store.connection import display
     from tunegemm.store.exchange import merge
 
@@ -135,7 +133,7 @@ def root(context: typer.Context) -> None:
 def upgrade_command(
     databases: Annotated[list[str], typer.Argument(metavar="PATH|URL...", help="Tuning databases.")],
 ) -> None:
-    """Upgrade databases of older releases to this release's schema. Nothing in them is lost."""
+    """Upgrade databases of older releases to this release's schema, without loss."""
     from tunegemm.store import Database
     from tunegemm.store.connection import display
 
@@ -147,7 +145,7 @@ def upgrade_command(
 
 @app.command("layers")
 def layers_command() -> None:
-    """List the layers that dispatch reads, the widest first, and their records."""
+    """List the layers that dispatch reads, and how many records each has."""
     from collections import Counter
 
     from tunegemm.resources import data_path
@@ -189,7 +187,7 @@ def _print(name: str, report: Report) -> None:
 
 
 def name_skipped(lines: list[str]) -> None:
-    """Reasons that differ in numbers only are one line, with how many rows have them."""
+    """Prints one line for reasons that differ only in numbers, with a count of their rows."""
     groups: dict[str, list[str]] = {}
     for line in lines:
         groups.setdefault(re.sub(r"[0-9a-f]*\d[0-9a-f]*", "#", line), []).append(line)

@@ -23,9 +23,9 @@ def history(
     ] = False,
     db: options.DatabaseLocation = None,
 ) -> None:
-    """Print every record that a shape ever had, oldest first, and whether it is slower than the one before.
+    """Print every record of a shape, oldest first, and whether it is slower than the previous one.
 
-    Compares final races; says faster or slower only where they differ by more than the noise.
+    Compares final races; reports faster or slower only beyond the noise.
     """
     from tunegemm.store import Database, Record
     from tunegemm.store.connection import resolve

@@ -46,11 +46,11 @@ def command(
     sort: Annotated[
         Sort, typer.Option(help="Order of the shapes: problem, ratio (largest first), or time.")
     ] = "problem",
-    limit: Annotated[int | None, count_option("Most rows to print. Default: all.")] = None,
+    limit: Annotated[int | None, count_option("Maximum number of rows. Default: all.")] = None,
     format: Annotated[Format, typer.Option(help="How to print.")] = "table",
     out: Annotated[Path | None, option("FILE", "Write to this file instead of the terminal.")] = None,
     db: options.OneDatabase = None,
-    top: Annotated[int | None, count_option("Most rows per shape. Default: all.")] = None,
+    top: Annotated[int | None, count_option("Maximum number of rows per shape. Default: all.")] = None,
 ) -> None:
     """Print a shape's measured candidates, or the best of every shape."""
     wanted = arguments.problem_filter(shape, dtype, layout, out_dtype)

@@ -128,8 +128,8 @@ def parse_problems(
         list[str] | None,
         option(
             "MxNxK[xL]",
-            "M, N, K and optionally the batch; may be repeated. Several values, quoted: "
-            "'{512,1024}x6144x4096', or '512:4096:512x6144x4096' from 512 to 4096 by 512.",
+            "M, N, K and optionally the batch; may be repeated. Lists and ranges, in quotes: "
+            "'{512,1024}x6144x4096', or '512:4096:512x6144x4096' for 512 to 4096 in steps of 512.",
         ),
     ] = None,
     dtype: Annotated[

@@ -81,9 +81,9 @@ def load_command(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Packs that `tunegemm pack` wrote.")],
     sha256: Annotated[str | None, option("HEX", "Refuse a file with any other SHA-256.")] = None,
 ) -> None:
-    """Verify packs and serve from them, read-only, until `tunegemm unload`. Nothing is compiled."""
+    """Verify packs and serve from them until `tunegemm unload`. Compiles nothing."""
     if sha256 is not None and len(files) > 1:
-        raise UsageError("--sha256 applies to one file; load the others separately")
+        raise UsageError("--sha256 applies to one file; load the others one by one")
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UsageError(f"--sha256 {shown(sha256)}: give its 64 hexadecimal digits")
     from tunegemm.store import packs

@@ -57,8 +57,8 @@ def _write(words: list[str], parts: str, out: Path) -> None:
         printing.say(*(f"tunegemm: left out: {line}" for line in refused), err=True)
     if not results:
         printing.say(
-            "tunegemm: recorded nothing: no Python process of the command imported torch with tunegemm "
-            "installed beside it (python -I, -E and -S also disable recording)",
+            "tunegemm: recorded nothing: no Python process with tunegemm installed imported torch "
+            "(python -I, -E and -S also disable recording)",
             err=True,
         )
         return
@@ -119,9 +119,11 @@ def _summary(workload: Workload, out: Path) -> str:
     )
     only_captured = sum(1 for product in workload.products if not product.calls)
     if only_captured:
-        text += f"; {only_captured} were only captured and count by their captures"
+        text += f"; {only_captured} were only captured, so their captures count as calls"
     if workload.unknown_replays:
-        text += f"; {workload.unknown_replays} replays of CUDA graphs captured before are not counted"
+        text += (
+            f"; {workload.unknown_replays} replays of CUDA graphs from before the recording are not counted"
+        )
     if own := [product for product in workload.products if not demands([product])[0]]:
         count, calls = len(own), sum(product.weight for product in own)
         _, (why, *_) = demands(own)

@@ -48,8 +48,8 @@ def command(
         printing.say(f"tunegemm: {served}", err=True)
     else:
         printing.say(
-            "tunegemm: served nothing: no Python process of the command multiplied on a GPU with tunegemm "
-            "installed beside its torch (python -I, -E and -S also disable serving)",
+            "tunegemm: served nothing: no Python process with tunegemm installed computed a product "
+            "on a GPU (python -I, -E and -S also disable serving)",
             err=True,
         )
     raise typer.Exit(code)

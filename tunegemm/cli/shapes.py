@@ -37,8 +37,8 @@ def command(
     engine: Annotated[
         Engine,
         typer.Option(
-            help="The engine that runs the model; it decides which layers are merged, and the numbers of "
-            "rows."
+            help="The engine that runs the model. It determines which layers are merged, and the numbers "
+            "of rows."
         ),
     ] = "vllm",
     rows: Annotated[str | None, option("N,N", "Numbers of rows. Default: the engine's own.")] = None,

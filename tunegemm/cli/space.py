@@ -16,7 +16,7 @@ def command(
     device: options.DeviceSpec = None,
     format: Annotated[Literal["table", "json"], typer.Option(help="How to print.")] = "table",
 ) -> None:
-    """Count candidates before and after feasibility, by rule."""
+    """Count candidates, and those that each feasibility rule rejects."""
     from tunegemm.generate import families as known
     from tunegemm.report.space import take_census
     from tunegemm.tuning.tuner import open_device

@@ -53,19 +53,19 @@ def command(
         options.option(
             "FILE",
             "Tune a program's products: JSON of `tunegemm record`, TunableOp's CSV or CUTLASS's JSON. May be "
-            "repeated, for example for a file of each rank; calls of the same product add up.",
+            "repeated, for example with one file per rank; calls of the same product add up.",
             "--from",
         ),
     ] = None,
     with_backward: Annotated[
         bool,
-        typer.Option("--with-backward", help="Tune the two products of each shape's backward pass, too."),
+        typer.Option("--with-backward", help="Also tune the two products of each shape's backward pass."),
     ] = False,
     search: Annotated[Search, options.Group(Search)],
     place: Annotated[Place, options.Group(Place)],
     output: Annotated[Output, options.Group(Output)],
 ) -> None:
-    """Find and remember the fastest kernel for each shape, or for the products of a program."""
+    """Find and store the fastest kernel for each shape, or for the products of a program."""
     refuse_contradictions(context, asked_for, from_files, search, output)
     demands, refused = read(*from_files) if from_files else ([], [])
     problems: dict[Problem, Problem] = {}  # each with the shape that asks for it
@@ -86,7 +86,7 @@ def refuse_contradictions(
     search: Search,
     output: Output,
 ) -> None:
-    """Raises UsageError for options that make each other pointless."""
+    """Raises UsageError for options that exclude each other."""
     if bool(asked_for) == bool(from_files):
         raise arguments.UsageError(
             "give either --shape or --from: --shape 4096x4096x4096, or --from shapes.json"
@@ -97,9 +97,11 @@ def refuse_contradictions(
     value = given_options(context)
     of_searches = [flag for name, flag in value.items() if name in ("from_files", *Search.OF_SEARCHES)]
     if search.candidate and of_searches:
-        raise arguments.UsageError(f"{', '.join(of_searches)} with --candidate, which does not search")
+        raise arguments.UsageError(
+            f"{', '.join(of_searches)} with --candidate, which does not search; leave it out"
+        )
     if search.skews is not None and not (from_files or any(problem.groups for problem in asked_for)):
-        raise arguments.UsageError("--skews is for rows in groups; give --groups, too")
+        raise arguments.UsageError("--skews is for rows in groups; add --groups")
     if from_files:
         names = {*options.Group(options.parse_problems).parameters(), "with_backward"} - {"shape"}
         if of_shapes := ", ".join(flag for name, flag in value.items() if name in names):
@@ -262,7 +264,7 @@ def show_shipped(demands: Sequence[Demand], device: Device, output: Output) -> N
     ratios = sorted({f"{1 if record.is_torch else record.ratio:.2f}" for record in known.values()}, key=float)
     span = f", {' to '.join(dict.fromkeys((ratios[0], ratios[-1])))} x torch.mm:" if ratios else "."
     if not output.quiet:
-        ship = f"{len(known)} of {len(result):,} products ship with records for {device.name}"
+        ship = f"{len(known)} of {len(result):,} products have a shipped record for {device.name}"
         printing.say(f"No CUDA GPU here. {ship}{span}")
     for demand in demands:
         figure = "no record"
@@ -336,7 +338,7 @@ def say_gpu_command(context: typer.Context, asked_for: Sequence[Problem]) -> Non
     """The same command, as it measures on a GPU."""
     served = " and ".join(dict.fromkeys(f"tunegemm.{item.our_call}" for item in asked_for)) or "its calls"
     printing.say_command(
-        f"On your GPU this command measures, and stores the result for {served}:",
+        f"On your GPU, this command measures and stores the result for {served}:",
         again(context, asked_for, device=None, db=None),
     )
 

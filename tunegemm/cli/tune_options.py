@@ -27,17 +27,17 @@ class Search:
     effort: Annotated[
         Effort | None,
         typer.Option(
-            help="How much of the space to try. Default: quick; with --from and --budget then full for the "
-            "products that may gain most, while time remains."
+            help="How much of the space to try. Default: quick. With --from and --budget, full searches "
+            "follow while time remains."
         ),
     ] = None
-    trials: Annotated[int | None, count_option("Most candidates to measure per shape.")] = None
+    trials: Annotated[int | None, count_option("Maximum number of candidates per shape.")] = None
     budget: Annotated[
         str | None,
         option(
             "TIME",
-            "Time limit per shape, or with --from for all: 90, 90s, 10m, 1h30m. Starting the GPU does not "
-            "count.",
+            "Time limit per shape, or with --from for all shapes: 90, 90s, 10m or 1h30m. The start of the "
+            "GPU does not count.",
         ),
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the search.")] = 0
@@ -45,7 +45,7 @@ class Search:
         str | None,
         option(
             "NAME,...",
-            f"How the rows of grouped products are divided for timing: {', '.join(SKEWS)}. Default: all.",
+            f"Divisions of the rows into groups for timing: {', '.join(SKEWS)}. Default: all.",
             values=SKEWS,
         ),
     ] = None
@@ -68,7 +68,7 @@ class Search:
     energy: Annotated[
         bool,
         typer.Option(
-            "--energy", help="Measure the energy of each finalist for a second, for policy min_energy."
+            "--energy", help="Measure the energy of each finalist, for a second each, for policy min_energy."
         ),
     ] = False
     sampler: Annotated[
@@ -84,7 +84,7 @@ class Search:
         str | None,
         option(
             "FILE|URL",
-            "Keep the Optuna study of each shape for optuna-dashboard, in a journal file or in "
+            "Save the Optuna study of each shape for optuna-dashboard, in a journal file or in "
             "sqlite:///FILE.",
         ),
     ] = None

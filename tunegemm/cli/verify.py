@@ -38,7 +38,7 @@ def command(
     db: options.DatabaseLocation = None,
     workers: options.Workers = None,
 ) -> None:
-    """Race records from another driver or library patch again, beside their stored rivals.
+    """Race records of another driver or library patch again, together with their stored rivals.
 
     With --predicted: race the predicted kernels; the winner, or torch.mm, becomes the record.
     """
