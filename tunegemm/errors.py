@@ -104,7 +104,7 @@ class DatabaseError(TunegemmError):
 
 
 class TunegemmWarning(UserWarning):
-    """Says which product falls back to torch, and why, once per problem; or which call has no effect."""
+    """A product falls back to torch, for the reason given (once per problem), or a call has no effect."""
 
 
 def named_arguments(function: Callable[Given, Result]) -> Callable[Given, Result]:

@@ -126,8 +126,7 @@ class Epilogue:
 
     @property
     def is_defined(self) -> bool:
-        """Whether this process knows its operands; false only for a user's function that another process
-        defined."""
+        """Whether this process knows the operands: false only for a user's function of another process."""
         return self.function is None or str(self.function) in _definitions
 
     @property

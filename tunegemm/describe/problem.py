@@ -153,8 +153,8 @@ class Problem:
     """The largest power of two, up to 16 bytes, that divides the addresses of A and B and the strides of
     their leading dimensions and batch entries. 0, the default, becomes that of packed operands."""
     epilogue: str = ""
-    """What the kernel does to the product before storing it, as `describe.epilogue` writes it; empty:
-    nothing."""
+    """Steps that the kernel applies before it stores the product, as `describe.epilogue` writes them; empty
+    without any."""
     accumulation: str = "fast"
     """How sums over k are computed: one of `ACCUMULATIONS`; ``two_level`` only for fp8."""
     groups: int = 0
@@ -403,8 +403,8 @@ class Problem:
 
     @property
     def torch_call(self) -> str:
-        """Torch's own call that a record compares with. For fp16 groups, which torch multiplies one by one
-        after the device has reported their sizes, it is those products alone."""
+        """Torch's own call that a record compares with. For fp16 groups these are torch's products one by
+        one, without the time that torch waits for their sizes."""
         calls = {"bf16": "torch._grouped_mm", "fp16": "torch.mm", "fp8_e4m3": "torch._scaled_grouped_mm"}
         return calls[self.in_dtype] if self.groups else "torch.mm"
 

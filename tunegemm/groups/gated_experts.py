@@ -51,24 +51,24 @@ def experts(
     ``(activation(gate) * up) @ down[e].T`` and gate and up are the halves of ``x[t] @ gate_up[e].T``.
     `grouped_mm` serves both products; without gradients the first product's kernel also applies silu's gate.
 
-    x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index, weights:
-    (tokens, chosen), the experts of each token, int64 or int32, and their weights; if torch computes the sum
-    without gradients, it first rounds the weights to the experts' dtype. gate_up_bias, down_bias: (experts, 2
-    inner) and (experts, hidden). Pass weights with the other layout, such as gpt-oss's, as views, ``.mT``.
-    activation: silu, gelu, gelu_tanh, relu, or a function that turns gate_up's product (rows, 2 inner) into
-    (rows, inner), such as a `Gate`, which has a kernel. interleaved: whether rows of gate and up alternate,
-    as `interleave` arranges them. elsewhere: whether `index` may hold numbers below 0, or not below the
-    number of experts; they name experts of other processes and add nothing here. gate_up_scale, down_scale:
-    of float8_e4m3fn weights the fp32 scales of their 128x128 blocks, (experts, 2 inner / 128, hidden / 128)
-    and (experts, hidden / 128, inner / 128), each rounded up. Then `quantize` quantises the rows of both
-    products, there is no bias, and the sums of each product are rounded to bf16. Kernels read such weights
-    with a contiguous last dimension.
+    x: (tokens, hidden). gate_up: (experts, 2 inner, hidden). down: (experts, hidden, inner). index: (tokens,
+    chosen), int64 or int32, the experts of each token. weights: (tokens, chosen), their weights; if torch
+    computes the sum without gradients, it first rounds them to the experts' dtype. gate_up_bias, down_bias:
+    (experts, 2 inner) and (experts, hidden). Pass weights with the other layout, such as gpt-oss's, as views,
+    ``.mT``. activation: silu, gelu, gelu_tanh, relu, or a function that turns gate_up's product (rows, 2
+    inner) into (rows, inner), such as a `Gate`, which has a kernel. interleaved: whether rows of gate and up
+    alternate, as `interleave` arranges them. elsewhere: whether `index` may hold numbers below 0, or above
+    the last expert; these name experts of other processes and add nothing here. gate_up_scale, down_scale:
+    for float8_e4m3fn weights, the fp32 scales of 128x128 blocks, (experts, 2 inner / 128, hidden / 128) and
+    (experts, hidden / 128, inner / 128), rounded up. With scales, `quantize` quantises the rows before both
+    products, a bias is not allowed, and each product is rounded to bf16. Our kernels need such weights to be
+    contiguous in the last dimension.
 
-    Supports gradients, except with such scales. Nothing waits for the device, so a CUDA graph stays valid
-    for other choices of the router. Compiled and exported code has the call as one operator,
-    `tunegemm::experts`, unless `activation` is a function other than a `Gate`. Raises ProblemError, which
-    names them, if shapes or dtypes do not fit; on a CPU, or with ``TUNEGEMM_CHECK_GROUPS=1``, also if an
-    expert number is invalid.
+    Supports gradients, except with such scales. The call does not wait for the device, so a CUDA graph stays
+    valid for other choices of the router. In compiled and exported code the call is one operator,
+    `tunegemm::experts`, unless `activation` is a function other than a `Gate`. Raises a ProblemError that
+    names the operand if shapes or dtypes do not fit; on a CPU, or with ``TUNEGEMM_CHECK_GROUPS=1``, also if
+    an expert number is invalid.
     """
     try:
         rank(x)

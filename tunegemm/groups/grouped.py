@@ -63,25 +63,25 @@ def grouped_mm(
     """Multiply groups of rows, as ``torch.nn.functional.grouped_mm`` does.
 
     For a (rows, k) and b (groups, k, n), row r of the result is ``a[r] @ b[g]``, where g is the group of row
-    r. ``offs``, int32 (groups) on the same device, holds each group's end: the row after its last. Groups may
-    have any size, including 0. Rows after the last group are not written. `bias`, which torch refuses, is
-    (n), or (groups, n): a line for each group.
+    r. ``offs``, int32 (groups) on the same device, holds the end of each group: the index after its last row.
+    Groups may have any size, including 0. Rows after the last group are not written. `bias`, which torch does
+    not support, is (n), or (groups, n) with a line for each group.
 
     For a (m, rows) and b (rows, n), groups lie along k, as in the gradient of weights: the result is
     (groups, m, n), ``a[:, r] @ b[r]`` for the rows r of each group, and zeros for an empty group.
 
-    On Hopper our kernels serve bf16 where they are known to be faster, and fp16 in the same places except
-    along k. b's k or n must be contiguous (along k: a's m and b's n), n a multiple of 8, and addresses and
-    strides multiples of 16 bytes. Nothing needs tuning. `refresh`, ``TUNEGEMM_MODE=off`` and policy `max_sms`
-    work as for `matmul`. Torch computes everything else with your arguments: two operands of three
-    dimensions, another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode. Our
-    kernels also compute the gradients of a and b, but not those of products along k. A CUDA graph stays valid
-    for other divisions of the same number of rows, and contains our kernel if the call ran once before.
+    On Hopper our kernels serve bf16 where measurements show that they are faster, and fp16 in the same cases
+    except along k. k or n of b must be contiguous (along k: m of a and n of b), n must be a multiple of 8,
+    and addresses and strides multiples of 16 bytes. You need not tune. `refresh`, ``TUNEGEMM_MODE=off`` and
+    policy `max_sms` work as for `matmul`. Torch computes everything else with your arguments: two operands of
+    three dimensions, another `out_dtype`, other devices, subclasses, modes, transforms, deterministic mode.
+    Our kernels also compute the gradients of a and b, but not those of products along k. A CUDA graph stays
+    valid for other divisions of the same number of rows, and contains our kernel if the call ran once before.
     torch.compile traces the call as the operator `tunegemm::grouped_mm`.
 
-    Raises torch's errors, or a ProblemError that names the fault of the groups or the bias. `offs` is
-    on the device and is not checked unless ``TUNEGEMM_CHECK_GROUPS=1``; whatever it holds, no kernel reads or
-    writes beyond the rows.
+    Raises torch's errors, or a ProblemError that names what is wrong with the groups or the bias. `offs` is
+    on the device and is checked only with ``TUNEGEMM_CHECK_GROUPS=1``; kernels stay within the rows even if
+    it is wrong.
     """
     try:
         if torch.compiler.is_compiling():

@@ -27,18 +27,18 @@ Quantized = tuple[torch.Tensor, torch.Tensor]
 def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = False) -> Quantized:
     """Quantise rows to float8_e4m3fn, with a scale for each 128 neighbouring values, for `scaled_mm`.
 
-    x: (rows, k) of bf16, fp16 or fp32. gate: ``swiglu`` takes x as (rows, 2 k), a gate beside as many values,
-    and quantises ``silu(gate) * values``; silu and the product are rounded to the dtype of x, as torch and
-    the engines have it. power_of_two: round scales up to powers of two (E8M0 as fp32).
+    x: (rows, k) of bf16, fp16 or fp32. gate: for ``swiglu``, x is (rows, 2 k), first the gate and then the
+    values, and ``silu(gate) * values`` is quantised; silu and the product are rounded to the dtype of x, as
+    in torch and the engines. power_of_two: round scales up to powers of two (E8M0 as fp32).
 
-    Returns values, (rows, k), and fp32 scales, (rows, k / 128) rounded up and column-major, with
-    ``values * scales`` near x. A block's scale is ``max(amax, 1e-10) * fp32(1 / 448)``, and its values are
-    ``x * (1 / scale)``, each step rounded to fp32. A NaN makes its block's scale and values NaN. An infinity
-    makes the scale infinite, other values of the block zero, and becomes NaN itself.
+    Returns the values, (rows, k), and column-major fp32 scales, (rows, k / 128) rounded up; ``values *
+    scales`` approximates x. A block's scale is ``max(amax, 1e-10) * fp32(1 / 448)``, and its values are ``x *
+    (1 / scale)``, each step rounded to fp32. If a block contains NaN, its scale and values are NaN. If it
+    contains an infinity, its scale is infinite, the infinity becomes NaN and the other values zero.
 
-    On Hopper one launch does it where k is a multiple of 8 and rows begin at multiples of 16 bytes. Elsewhere
-    torch's operations give the same bits. There is no gradient. Raises ProblemError for other shapes, dtypes
-    and gates, and where x requires a gradient.
+    On Hopper this is one launch if k is a multiple of 8 and rows begin at multiples of 16 bytes. Otherwise
+    torch's operations compute the same bits. There is no gradient. Raises ProblemError for other shapes,
+    dtypes and gates, and if x requires a gradient.
     """
     try:
         rank(x)

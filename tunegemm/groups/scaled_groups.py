@@ -32,16 +32,17 @@ def scaled_grouped_mm(
     b[g].float()) * scale_a[r] * scale_b[g]``, where g is the group of row r, as for `grouped_mm`. scale_a:
     fp32 (rows). scale_b: fp32 (groups, n).
 
-    Block scales, which torch does not support: with scale_a fp32 (rows, k / 128) and scale_b fp32 (groups, k
-    / 128, n / 128), rounded up, each 1x128 block of a and each 128x128 block of b has its scale, at any
-    strides; each call converts float8_e8m0fnu scales. The result is bf16, or `out_dtype` rounded from it. Our
-    kernels serve multiples of 8 as n, and lines of k at multiples of 16 bytes. Other operands and other
-    devices are computed in fp32, which waits for `offs`. Raises ProblemError if operands do not fit.
+    Block scales, which torch does not support, are fp32 at any strides: scale_a (rows, k / 128) for 1x128
+    blocks of a, and scale_b (groups, k / 128, n / 128) for 128x128 blocks of b, rounded up. Each call
+    converts float8_e8m0fnu scales. The result is bf16; another `out_dtype` is converted from bf16. Our
+    kernels need n to be a multiple of 8, and lines along k at multiples of 16 bytes. For other operands and
+    devices torch computes the product in fp32, and waits for `offs`. Raises ProblemError if operands do not
+    fit.
 
     With row and column scales, our kernels serve float8_e4m3fn on Hopper with ``use_fast_accum=True`` and
-    bf16 as `out_dtype`: they accumulate in the tensor cores. Torch computes everything else with your
-    arguments. torch.compile traces torch's operator, which `enable` serves at run time. Raises what torch
-    raises.
+    bf16 as `out_dtype`; they accumulate in the tensor cores. Torch computes everything else with your
+    arguments. torch.compile traces torch's operator, which `enable` serves at run time. Raises torch's
+    errors.
     """
     words: dict[str, Any] = {
         "offs": offs, "bias": bias, "scale_result": scale_result, "out_dtype": out_dtype,

@@ -34,14 +34,14 @@ def set_pass() -> None:
 
 
 def enable() -> takeover.Takeover:
-    """From now on run the tuned kernel for ATen's products of CUDA tensors if one is recorded.
+    """Run tuned kernels for ATen's products of CUDA tensors from now on, where a record exists.
 
     This holds for the whole process: for ``torch.mm``, ``matmul``, ``@``, ``bmm``, ``einsum``, ``addmm``,
-    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, and
-    for ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``, whose kernels need no record. It
-    works in eager code, under autograd (all three products) and autocast, in the output of torch.compile, and
-    in CUDA graphs captured meanwhile. A block ``with tunegemm.enable():`` ends by itself; `disable` ends a
-    plain call. Blocks may nest. Meanwhile every product that falls back to torch costs one more look-up.
+    ``baddbmm``, ``nn.Linear``, ``torch._scaled_mm``, ``torch.nn.functional.scaled_mm`` and ``_int_mm``, and,
+    without a record, for ``torch.nn.functional.grouped_mm`` and ``torch._scaled_grouped_mm``. It works in
+    eager code, under autograd (all three products) and autocast, in the output of torch.compile, and in CUDA
+    graphs that are captured while it is on. A block ``with tunegemm.enable():`` ends by itself; `disable`
+    ends a plain call. Blocks may nest. Every product that falls back to torch then costs one more look-up.
     Raises TunegemmError if this torch cannot replace its kernels.
     """
     install()

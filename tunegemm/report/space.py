@@ -43,7 +43,7 @@ class Space:
         """The space of a family, by its name.
 
         problem: as for `tunegemm.tune`. device: a `Device` or its name; by default the first GPU, or the
-        recorded H200 without one. Raises SpaceError, ProblemError or DeviceError for an unknown one.
+        recorded H200 if there is none. Raises SpaceError, ProblemError or DeviceError for an unknown one.
         """
         families.get(family)
         return cls(family, as_problem(problem), device if isinstance(device, Device) else open_device(device))

@@ -59,13 +59,13 @@ class Extras(TypedDict, total=False):
 def matmul(
     a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None, **extras: Unpack[Extras]
 ) -> torch.Tensor:
-    """Multiply ``a @ b`` as ``torch.matmul`` does, with the tuned kernel if one is recorded.
+    """Multiply ``a @ b`` as ``torch.matmul`` does, with the tuned kernel if there is a record.
 
     The same kernel can add `bias` (one value per column), apply `activation` (relu, gelu, gelu_tanh or silu)
     and add `residual`, which has the result's shape. Or it runs the steps of an `epilogue`, from
     `tunegemm.Epilogue` or a function of your own, with its `operands`, tensors and numbers in order.
     `out_dtype` is the result's dtype if it is not the operands': fp32 for 16-bit operands, int32 for int8, or
-    bf16, fp16 or fp32 for int8 with an epilogue that scales. If no kernel is recorded for the whole, torch's
+    bf16, fp16 or fp32 for int8 with an epilogue that scales. If there is no kernel for all of it, torch's
     functions compute it step by step.
 
     Tuned kernels serve bf16 and fp16 on CUDA, and fp32 where ``torch.backends.cuda.matmul.fp32_precision`` is
@@ -185,7 +185,8 @@ def addmm(
     """Compute ``beta * c + alpha * a @ b`` as ``torch.addmm`` does; `c` is a matrix, or one row for all.
 
     Served as `matmul` is. The problems' epilogues are ``bias_n`` for a row and ``beta_c`` for a matrix,
-    preceded by ``alpha+`` where alpha is not 1; there is none where beta is 0, because C is not read then.
+    preceded by ``alpha+`` unless alpha is 1. If beta is 0 there is no epilogue, because C is
+    not read.
     """
     try:
         fits = is_sum(c, a, b, beta, 2)
@@ -222,17 +223,17 @@ def scaled_mm(
     """Compute ``(a * scale_a) @ (b * scale_b) + bias`` of fp8 operands, as ``torch._scaled_mm`` does, or of
     int8.
 
-    Scales are fp32: one element each; or (m, 1) and (1, n), one for each row of a and column of b; or one for
-    each 1x128 of a and each 128x128 of b, (m, k / 128) and (k / 128, n / 128), rounded up and of any strides.
-    Each call converts float8_e8m0fnu scales of blocks to fp32. torch computes products with other scales.
+    Scales are fp32: one element each; or (m, 1) and (1, n), for rows of a and columns of b; or (m, k / 128)
+    and (k / 128, n / 128), rounded up and with any strides, for 1x128 blocks of a and 128x128 blocks of b.
+    Each call converts float8_e8m0fnu block scales to fp32. torch computes products with other scales.
     out_dtype: by default the dtype of a; bf16 for int8. use_fast_accum: sums may keep only the 14 bits or so
-    of the tensor cores; otherwise, and always with scales of blocks, every 128 of k are added up in fp32.
-    Sums of int8 products are exact.
+    of the tensor cores; otherwise, and always with block scales, every 128 of k are added up in fp32. Sums of
+    int8 products are exact.
 
     Served as `matmul` is; the problems' epilogues are ``scale_tensor`` and ``scale_rowwise``, and
-    ``+bias_n``. Kernels of blocks need no record: they serve float8_e4m3fn on Hopper into bf16, fp16 or fp32.
-    With a bias torch computes the product. On a CPU, for which torch has none, sums are in fp32. Raises
-    ProblemError for scales of blocks of a wrong shape or dtype.
+    ``+bias_n``. Kernels for block scales need no record; on Hopper they serve float8_e4m3fn with bf16, fp16
+    or fp32 results, without a bias. With one, torch computes the product. Torch has no such product on a CPU;
+    there sums are in fp32. Raises ProblemError for block scales of a wrong shape or dtype.
     """
     try:
         text = scale_steps(a, b, scale_a, scale_b, bias is not None)

@@ -163,10 +163,10 @@ class Recording:
 def record(path: str | os.PathLike[str] | None = None) -> Recording:
     """Count every matrix product that runs inside ``with tunegemm.record("shapes.json") as recording:``.
 
-    Counts the products of all threads by shape, dtypes, majors, alignment and added term, and times the
-    first calls of each. At the end, even after an exception, it writes them to `path`, if given, for
-    ``tunegemm tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and
-    `linear` fall back to torch, so theirs count, too. Raises WorkloadError if the file cannot be written, and
+    Counts the products of all threads by shape, dtypes, majors, alignment and added term, and times the first
+    calls of each. At the end, even after an exception, it writes them to `path`, if given, for ``tunegemm
+    tune --from``; `recording.products` has them at any time. Meanwhile `tunegemm.matmul` and `linear` fall
+    back to torch, so their products count, too. Raises WorkloadError if the file cannot be written, and
     TunegemmError if this torch cannot record.
     """
     if path is None:

@@ -73,7 +73,7 @@ def begin(counting: Counting | None = None) -> Takeover:
 
 
 def disable() -> None:
-    """End `enable`, however often it was called."""
+    """End `enable`, even if it was called several times."""
     with _lock:
         active.clear()
         replacements.remove("takeover")

@@ -127,7 +127,7 @@ class TuneResult:
     def rows(self) -> list[tuple[str, Measurement]]:
         """Each measured candidate by its label: the winner first, then the fastest beside torch.mm.
 
-        The last measurement of each counts; for the winner, the one that is reported.
+        The last measurement of each candidate counts; for the winner, the one that is reported.
         """
         latest = {
             measurement.candidate: measurement
@@ -142,7 +142,7 @@ class TuneResult:
 
     @property
     def reported(self) -> tuple[Outcome, ...]:
-        """The outcomes, with the winner last, by the rounds that did not choose it."""
+        """The outcomes. The winner is last, with the figures of the rounds that did not choose it."""
         best = self.best
         if best is None or not (best.samples_us and best.baseline_us):
             return self.outcomes

@@ -384,11 +384,11 @@ def tune(
     """Find the fastest kernel for one product and store it, so that `tunegemm.matmul` calls it.
 
     problem: a `Problem`, or the extents of a bf16 k-major one, as ``"4096x4096x4096"`` or ``(4096, 4096,
-    4096)``. device: a GPU, as ``"cuda:0"`` or torch names it, by default the first; without a GPU the
-    recorded H200, whose results are not stored. database: where results go, by default the user's. families:
-    kernel families to try, by default all. effort: ``quick``, ``full`` or ``exhaustive``. trials: most
-    candidates to measure. budget_seconds: most time for the search; the final race follows. sampler, study:
-    see `Tuner`. seed: for operands, rounds and the search. callback: called with a `Progress` whenever
+    4096)``. device: a GPU, such as ``"cuda:0"`` or a torch.device, by default the first. Without a GPU it is
+    the recorded H200; its results are not stored. database: where results go, by default the user's.
+    families: kernel families to try, by default all. effort: ``quick``, ``full`` or ``exhaustive``. trials:
+    most candidates to measure. budget_seconds: most time for the search; the final race follows. sampler,
+    study: see `Tuner`. seed: for operands, rounds and the search. callback: called with a `Progress` whenever
     something happened. progress: whether to show a bar, by default in notebooks.
 
     Returns a `TuneResult`; print it for a short table. `best` is the winner, a measurement with its
