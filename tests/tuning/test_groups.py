@@ -99,7 +99,7 @@ def test_what_was_timed_over_other_skews_is_not_compared(tuned: Path, tmp_path: 
         (("--shape", "64x64x64", "--groups", "4", "--dtype", "tf32"), "in_dtype 'tf32' with 4 groups"),
         (("--shape", "64x64x60", "--groups", "4"), "alignment 8 with 4 groups"),
         (("--shape", "64x64x64", "--groups", "-1"), "-1"),
-        (("--shape", "64x64x64", "--skews", "uniform"), "--skews is for rows in groups; give --groups, too"),
+        (("--shape", "64x64x64", "--skews", "uniform"), "--skews is for rows in groups; add --groups"),
         (("--shape", "64x64x64", "--groups", "4", "--skews", "hot"), "skew 'hot' is not known"),
     ],
 )
