@@ -67,8 +67,8 @@ def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -
     notice that the class changed.
 
     fuse: also run gate and up in one kernel in MLPs whose class's forward is exactly
-    ``self.down(self.act(self.gate(x)) * self.up(x))``. ``torch.compile(model, backend="tunegemm")`` fuses
-    more, however a model is written.
+    ``self.down(self.act(self.gate(x)) * self.up(x))``; torch.jit.script cannot compile such a model.
+    ``torch.compile(model, backend="tunegemm")`` fuses more, however a model is written.
     report: return a `Report` instead of the number, with a line for each layer: its state, and for how
     many rows there is a kernel.
 
