@@ -403,8 +403,8 @@ class Problem:
 
     @property
     def torch_call(self) -> str:
-        """Torch's own call that a record compares with. For fp16 groups these are torch's products one by
-        one, without the time that torch waits for their sizes."""
+        """The torch function that serves as a record's baseline. For fp16 groups it runs once per group, and
+        the time in which torch waits for the sizes of the groups is left out."""
         calls = {"bf16": "torch._grouped_mm", "fp16": "torch.mm", "fp8_e4m3": "torch._scaled_grouped_mm"}
         return calls[self.in_dtype] if self.groups else "torch.mm"
 

@@ -379,7 +379,7 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
 
 def check_devices(**tensors: torch.Tensor | None) -> None:
     """Raises ProblemError for tensors that are not all on one device."""
-    places = {name: str(each.device) for name, each in tensors.items() if each is not None}
+    places = {name: each.device for name, each in tensors.items() if each is not None}
     if len(set(places.values())) > 1:
         shown = ", ".join(f"{name} on {place}" for name, place in places.items())
         raise ProblemError(f"{shown.replace(' on ', ' is on ', 1)}; give all on one device")
