@@ -139,7 +139,7 @@ def test_shared_memory_is_the_seeds_formula_where_the_ring_is_larger(h200: Devic
 def test_every_element_is_copied_once_to_where_ldmatrix_reads_it(change: dict[str, int | str]) -> None:
     """All lanes' copies of a stage, enumerated: each element once, at the address of the ring's layout."""
     from tunegemm.generate.cute_sm80.config import KernelConfig
-    from tunegemm.generate.cute_sm80.kernel import Feed
+    from tunegemm.generate.cute_sm80.kernel_feed import Feed
 
     majors = {"a_major": "k", "b_major": "k", "out_major": "n", "in_dtype": "bf16", "out_dtype": "bf16"}
     config = KernelConfig.from_mapping(GOOD | majors | change)

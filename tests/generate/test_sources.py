@@ -133,7 +133,7 @@ MEASURED = {
     "gluon_wgmma": "5638d9e7df1a05a0",
     "triton_tma": "d4a024ddd22e62a2",
     "triton": "f8fe923c7f817c74",
-    "cute_sm80": "77def55cb6057c81",
+    "cute_sm80": "02dd1cf7a0086911",
     "skinny": "c54f8e63f0edac42",
     "grouped": "3faf1c046f890d73",
     "along_k": "9c5f5309f7683e8c",
