@@ -18,7 +18,7 @@ class BlockGroupConfig(GroupedConfig, BlockConfig):
 
     many: bool = False
     """Whether the rows are WGMMA's m. Then a thread needs the scales of two rows for a WGMMA, not of all, and
-    promotes a sum by one operation. `tile_m` is 64 or 128 then, and `tile_n` a multiple of 64.
+    promotes a sum by one operation. `tile_m` is a multiple of 16, at most 192, then, and `tile_n` one of 64.
     """
 
     @property
@@ -50,6 +50,12 @@ class BlockGroupConfig(GroupedConfig, BlockConfig):
     @property
     def atoms_per_warpgroup(self) -> int:
         return self.wgmma_rows // (MMA_ATOM_M * self.tile_warpgroups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """As there, but that warps which copy scales into two blocks of columns need more than 24."""
+        wide = self.many and self.parts == 1 and self.consumers == 2
+        return (40, 232) if wide else super().registers
 
     @property
     def subtiles(self) -> int:

@@ -64,6 +64,13 @@ class Ring(ring.Ring):
         return Ring(found.config, found.full, found.empty, found.signal, found.peer)
 
     @cute.jit
+    def release(self, stage):
+        """As there, once each lane of the warp has read its scales: one lane arrives for all of them."""
+        cute.arch.sync_warp()
+        if self.signal:
+            cute.arch.mbarrier_arrive(self.empty + stage, self.peer)
+
+    @cute.jit
     def advance_turn(self, state):
         """The next stage of the same turn. Their number is even, so each stage belongs to one turn: who would
         pass one over could wait for its next round before this one is full.
