@@ -2,7 +2,7 @@
 
     python -m benchmarks.blocks                      # DeepSeek-V3's and Qwen3-235B's layers, 1 to 8192 rows
     python -m benchmarks.blocks --seconds 60         # for so long; the next run continues with missing rows
-    python -m benchmarks.blocks --rows 1,16 --every  # every kernel of db/blocks.toml, in all k splits
+    python -m benchmarks.blocks --every [TABLE]      # races the kernels of a table, by default db/blocks.toml
     python -m benchmarks.blocks --with-quantising    # from bf16 activations
     python -m benchmarks.blocks --groups             # their layers of experts, 1 to 4096 tokens
 
@@ -10,22 +10,21 @@ Compares `tunegemm.scaled_mm` with torch's own product of the same operands and 
 bf16 weights, and DeepGEMM's if `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's
 first call). Operands are quantised in advance, because that takes as long for all. With `--groups` compares
 `tunegemm.scaled_grouped_mm` with `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json,
-without DeepGEMM blocks-alone.json, or block_groups.json, after each row.
-
-With `--with-quantising` each side begins with bf16 activations, and rows go to blocks-quantising.json: ours
-calls `tunegemm.quantize`, DeepGEMM's launches the same kernel into scales of its layout, torch's uses a
-user's operations.
+without DeepGEMM blocks-alone.json, or block_groups.json or blocks-quantising.json, after each row. A race has
+no DeepGEMM; it goes to blocks-race.json with its table, from which `fit.blocks` makes db/blocks.toml.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +39,12 @@ from tunegemm.errors import one_line
 from tunegemm.generate import block_groups, blocks, quantize
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BLOCK, BlockKernel
+from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.generate.quantize import QuantizeConfig, Quantizer
 from tunegemm.model.block_groups import choose as choose_of_groups
 from tunegemm.model.block_groups import listed as listed_of_groups
 from tunegemm.model.blocks import candidates, choose, splits_of
+from tunegemm.resources import data_path
 from tunegemm.store.provided import Provided, provide_blocks, provide_grouped
 
 METHOD = (
@@ -93,6 +94,7 @@ GROUPS = {
 TOKENS = ("1", "16", "128", "1024", "4096")
 SKEWS_OF_GROUPS = ("uniform", "typical")
 ROWS = ("1", "2", "4", "8", "16", "32", "64", "65", "128", "129", "256", "257", "512", "2048", "8192")
+BETWEEN = ("48", "96", "192", "384", "1024", "4096")  # of races
 _STEADY_ROWS = 2048
 _TURN_MS = 24.0
 _MOST_DIVISIONS = 24
@@ -119,8 +121,8 @@ class Case(NamedTuple):
             n, k = LAYERS[self.layer]
             return {"model": self.layer, "m": self.rows, "n": n, "k": k}
         groups, each, n, k = GROUPS[self.layer]
-        m = self.rows * each
-        return {"model": self.layer, "m": m, "n": n, "k": k, "groups": groups, "skew": self.skew}
+        named = {"model": self.layer, "m": self.rows * each, "n": n, "k": k}
+        return named | {"groups": groups, "skew": self.skew}
 
 
 class Run(NamedTuple):
@@ -133,19 +135,18 @@ class Run(NamedTuple):
     options: argparse.Namespace
 
 
-def error_of(
-    result: torch.Tensor, a: torch.Tensor, scale_a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
-) -> float:
-    """The largest error in up to 256 rows, relative to the sum of magnitudes.
+def errors_of(
+    a: torch.Tensor, scale_a: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> Callable[[torch.Tensor], float]:
+    """The largest error of a result in up to 256 rows, relative to the sum of magnitudes.
 
     weight: (N, K). scale: (N / 128, K / 128).
     """
-    result, a, scale_a = result[:256], a[:256], scale_a[:256]
     n, k = weight.shape
-    expanded = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)
-    wide = weight.double() * expanded[:, :k]
-    left = a.double() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
-    return float(((result.double() - left @ wide.t()).abs() / (left.abs() @ wide.abs().t())).max())
+    wide = weight.double() * scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    left = a[:256].double() * scale_a[:256].repeat_interleave(BLOCK, 1)[:, :k]
+    exact, magnitudes = left @ wide.t(), left.abs() @ wide.abs().t()
+    return lambda result: float(((result[:256].double() - exact).abs() / magnitudes).max())
 
 
 def _bf16(*shape: int) -> torch.Tensor:
@@ -271,8 +272,9 @@ def measure(case: Case, run: Run) -> dict[str, Any]:
         "torch": of_torch, "bf16": lambda i: torch.mm(wide, plain[i % len(plain)].t()), "tunegemm": ours
     }  # fmt: skip
     choice = choose(rows, n, k, gpu=run.device.name)
+    assert choice is not None, "the table has a kernel for any rows"
     out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
-    if (peer := deep_gemm()) is not None:
+    if not every and (peer := deep_gemm()) is not None:
         arguments = a, aligned(scale_a.contiguous())
         quantise = quantiser(wide, *arguments, run.provided) if quantising else None
         own = [each.t().contiguous() for each in scales]
@@ -286,38 +288,47 @@ def measure(case: Case, run: Run) -> dict[str, Any]:
         sides["deepgemm"] = deepgemm
     if quantising:
         sides["quantize"] = lambda _: tunegemm.quantize(wide)
-    for each in () if quantising else candidates():
-        is_chosen = choice is not None and each.name == choice.name
-        if not each.first_row <= rows <= each.last_row or not (every or is_chosen):
+    launches = raced(run, (rows, n, k)) if every else {"kernel": (choice.config, choice.split_k)}
+    for name, (config, split) in () if quantising else launches.items():
+        if (artifact := run.provided.of(blocks.FAMILY.key_of(config))) is None:
             continue
-        if (artifact := run.provided.of(blocks.FAMILY.key_of(each.config))) is None:
-            continue
-        kernel = BlockKernel.load(each.config, artifact.path)
-        for split in splits_of(each.config, rows, n, k):
-            launch = kernel.bound(
-                a, weights[0], scale_a, scales[0].t(), out, device=run.device, split_k=split,
-                l2_hint=2 if each.config.few and rows <= each.config.rows else 0,
-            )  # fmt: skip
+        launch = BlockKernel.load(config, artifact.path).bound(
+            a, weights[0], scale_a, scales[0].t(), out, device=run.device, split_k=split,
+            l2_hint=2 if config.few and rows <= config.rows else 0,
+        )  # fmt: skip
 
-            def launched(i: int, launch: Callable[..., None] = launch) -> torch.Tensor:
-                launch(*(each.data_ptr() for each in (a, weights[i], scale_a, scales[i], out)))
-                return out
+        def launched(i: int, launch: Callable[..., None] = launch) -> torch.Tensor:
+            launch(*(each.data_ptr() for each in (a, weights[i], scale_a, scales[i], out)))
+            return out
 
-            if is_chosen and choice is not None and split == choice.split_k:
-                sides["kernel"] = launched
-            if every:
-                sides[f"{each.name} k{split}"] = launched
+        sides[name] = launched
+    error = errors_of(a, scale_a, weights[0], scales[0].t())
     return row_of(
-        case, sides, sets, lambda _, result: error_of(result, a, scale_a, weights[0], scales[0].t()), run,
+        case, sides, sets, lambda _, result: error(result), run,
         moved=n * k + 4 * along * across + rows * ((2 * k if quantising else k + 4 * along) + 2 * n),
-        chosen=None if choice is None else f"{choice.name} k{choice.split_k}",
+        chosen=f"{choice.name} k{choice.split_k}",
     )  # fmt: skip
+
+
+def raced(run: Run, shape: tuple[int, int, int]) -> dict[str, tuple[BlockConfig, int]]:
+    """By its name each kernel of a race, and its k splits: of each the two with the least estimates, if those
+    are up to 1.6 times the least of all. shape: rows, N, K.
+    """
+    found: list[tuple[float, str, BlockConfig, int]] = []
+    for each in candidates(path=run.options.every):
+        if each.first_row <= shape[0] <= each.last_row:
+            times = {by: each.estimate(*shape, by, run.device.name) for by in splits_of(each.config, *shape)}
+            best = sorted(times, key=times.__getitem__)[:2]
+            found += [(times[by], f"{each.name} k{by}", each.config, by) for by in best]
+    most = 1.6 * min(time for time, *_ in found)
+    return {name: (config, by) for time, name, config, by in found if time <= most}
 
 
 class Experts:
     """All weights of a layer of experts, in fp8 with their scales, and in bf16."""
 
     def __init__(self, layer: str) -> None:
+        self.layer = layer
         groups, _, n, k = GROUPS[layer]
         self.weights = torch.empty(groups, n, k, device="cuda", dtype=FP8)
         self.plain = torch.empty(groups, n, k, device="cuda", dtype=torch.bfloat16)
@@ -373,7 +384,7 @@ def measure_groups(case: Case, experts: Experts, run: Run) -> dict[str, Any]:
         for group, size in enumerate(divisions[0]):
             own = slice(start, start + size)
             if size and len(results) < 4:
-                results.append(error_of(result[own], a[own], scale_a[own], weights[group], scales[group]))
+                results.append(errors_of(a[own], scale_a[own], weights[group], scales[group])(result[own]))
             start += size
         return max(results)
 
@@ -446,25 +457,15 @@ def peers_of_groups(
 
 
 def _rows(results: Results, run: Run) -> Iterator[dict[str, Any]]:
-    cases = [Case(layer, rows) for rows in map(int, run.options.rows) for layer in run.options.layers]
-    cases.sort(key=lambda case: results.find(case.named) is not None)
-    return map(partial(measure, run=run), within(run.options.seconds, cases))
-
-
-def _rows_of_groups(results: Results, run: Run) -> Iterator[dict[str, Any]]:
-    """Layer by layer, because drawing its weights takes longer than a row."""
-    cases = [
-        Case(layer, int(tokens), skew)
-        for layer in run.options.layers for tokens in run.options.rows for skew in SKEWS_OF_GROUPS
-    ]  # fmt: skip
-    cases.sort(key=lambda case: results.find(case.named) is not None)
-    provide_grouped("bf16")  # or torch computes while they compile
-    layer, experts = "", None
+    """Layer by layer, because drawing weights of experts takes longer than a row."""
+    skews, experts = SKEWS_OF_GROUPS if run.options.groups else ("",), None
+    every = itertools.product(run.options.layers, map(int, run.options.rows), skews)
+    cases = sorted(itertools.starmap(Case, every), key=lambda case: results.find(case.named) is not None)
     for case in within(run.options.seconds, cases):
-        if case.layer != layer or experts is None:
+        if case.skew and (experts is None or experts.layer != case.layer):
             experts = None  # frees memory before the next ones
-            layer, experts = case.layer, Experts(case.layer)
-        yield measure_groups(case, experts, run)
+            experts = Experts(case.layer)
+        yield measure(case, run) if experts is None else measure_groups(case, experts, run)
 
 
 def _brief(row: Mapping[str, Any]) -> str:
@@ -486,28 +487,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--with-quantising", action="store_true", help="begin with bf16 activations")
     parser.add_argument("--layers", help="default: all")
     parser.add_argument("--rows", help=f"default: {','.join(ROWS)}; of groups {','.join(TOKENS)}")
-    parser.add_argument(
-        "--every", action="store_true", help="time every kernel, too, in every number of k splits"
-    )
+    table = data_path("db", "blocks.toml")
+    says = "race all kernels of a table (default: %(const)s), or of groups"
+    parser.add_argument("--every", metavar="TABLE", nargs="?", type=Path, const=table, help=says)
     options = parser.parse_args(arguments)
     if options.with_quantising and (options.groups or options.every):
         parser.error("--with-quantising is of served dense products; leave out --groups and --every")
     layers, rows = (GROUPS, TOKENS) if options.groups else (LAYERS, ROWS)
     options.layers = chosen(options.layers or ",".join(layers), tuple(layers), "layers")
-    options.rows = chosen(options.rows or ",".join(rows), rows, "rows")
+    options.rows = chosen(options.rows or ",".join(rows), rows + BETWEEN, "rows")
     device = begin(options.device)
     name, method = "blocks", METHOD
     if options.groups:
         name, method = "block_groups", METHOD_OF_GROUPS
     elif options.with_quantising:
         name, method = "blocks-quantising", METHOD_QUANTISING
-    elif deep_gemm() is None:
-        name = "blocks-alone"
+    elif options.every or deep_gemm() is None:
+        name = "blocks-race" if options.every else "blocks-alone"
     results = Results.of(options.out, device, f"{name}.json", method)
-    provided, copied = provide_blocks(), copied_gbs()
+    provided, copied = provide_blocks(options.every), copied_gbs()
+    if options.groups:
+        provide_grouped("bf16")  # or torch computes while they compile
+    elif options.every:
+        results.summary["table"] = options.every.read_text(encoding="utf-8")
     print(f"{device.name}: a copy moves {copied:.0f} GB/s", flush=True)
-    run = Run(device, provided, copied, options)
-    measured = _rows_of_groups(results, run) if options.groups else _rows(results, run)
+    measured = _rows(results, Run(device, provided, copied, options))
     return int(report(results, measured, _brief, [f"ratio_to_{name}" for name in _RATIOS]) > 0)
 
 

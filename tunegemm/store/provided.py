@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
@@ -94,13 +95,13 @@ def provide_joined() -> Provided:
     return provide_keys(keys)
 
 
-def provide_blocks() -> Provided:
-    """The objects of the kernels of block-scaled products (db/blocks.toml, db/block_groups.toml), and of the
-    kernels that quantise. As `packing.provide`.
+def provide_blocks(path: Path | None = None) -> Provided:
+    """The objects of the kernels of block-scaled products (db/blocks.toml or a table like it, and
+    db/block_groups.toml), and of the kernels that quantise. As `packing.provide`.
     """
     result = {
         f"blocks {config.label} {config.out_dtype}": ("blocks", blocks.FAMILY.key_of(config))
-        for config in listed_of_blocks()
+        for config in listed_of_blocks(path)
     }
     for of_groups in listed_of_block_groups():
         result[f"blocks of groups {of_groups.label}"] = "block_groups", block_groups.FAMILY.key_of(of_groups)
