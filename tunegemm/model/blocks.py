@@ -108,7 +108,7 @@ def choose(
     if not results:
         return None
     least, name, split, best = min(results, key=lambda result: result[:3])
-    _, by_torch = _table(path)
+    _, by_torch = table(path)
     if or_torch and rows >= by_torch.first_row and by_torch.estimate(rows, n, k, 1, gpu) < least:
         return None
     return BlockChoice(name, best.config, split, 2 if rows <= best.config.rows and best.config.few else 0)
@@ -125,24 +125,24 @@ def splits_of(config: BlockConfig, rows: int, n: int, k: int) -> list[int]:
 
 def listed(path: Path | None = None) -> tuple[BlockConfig, ...]:
     """All kernels of the table, which ship compiled."""
-    return tuple(dict.fromkeys(each.config for each in _table(path)[0]))
+    return tuple(dict.fromkeys(each.config for each in table(path)[0]))
 
 
 def candidates(out_dtype: str = "bf16", path: Path | None = None) -> tuple[Listed, ...]:
     """The kernels with this output dtype."""
-    return tuple(each for each in _table(path)[0] if each.config.out_dtype == out_dtype)
+    return tuple(each for each in table(path)[0] if each.config.out_dtype == out_dtype)
 
 
 @reader_of("blocks.toml")
-def _table(table: dict[str, Any]) -> tuple[tuple[Listed, ...], Listed]:
+def table(data: dict[str, Any]) -> tuple[tuple[Listed, ...], Listed]:
     """The kernels, and torch's as one of them."""
-    names = table["parameters"]
+    names = data["parameters"]
     kernels = tuple(
         _listed(name, dict(zip(names, line["values"], strict=True)), dtype, line)
-        for name, line in table["kernels"].items()
-        for dtype in line.get("dtypes", table["dtypes"])
+        for name, line in data["kernels"].items()
+        for dtype in line.get("dtypes", data["dtypes"])
     )
-    torchs = table["torch"]
+    torchs = data["torch"]
     return kernels, _listed("torch", dict(zip(names, torchs["values"], strict=True)), "bf16", torchs)
 
 
