@@ -10,6 +10,7 @@ import types
 from collections import Counter
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.planning import Planner
 from tunegemm.engines import common
+from tunegemm.torch import blocks
 
 DOORS = {"vllm.general_plugins": "vllm", "sglang.srt.plugins": "sglang"}
 BIAS = torch.linspace(-2, 2, 48).to(BF16)
@@ -183,6 +185,54 @@ def test_compiled_code_calls_functions_and_not_operators(serve, kernel, own, bia
             calls = len(kernel.calls), len(own)
             close(result, both(x, a, of_rows), 4e-3)
             assert calls == ((0, 2) if rows == 7 else (2, 4))
+
+
+def test_rows_decide_who_multiplies_with_block_scales(monkeypatch) -> None:
+    """In one graph, whose code calls the function; the engine's own may take 16-bit rows."""
+    seen: list[tuple[Any, ...]] = []
+
+    def product(a, b, scale_a, scale_b, out_dtype):
+        seen.append(("ours", *a.shape, a.dtype))
+        return None if a.shape[0] == 3 else blocks.emulated(a, b, scale_a, scale_b, None, out_dtype)
+
+    def theirs(a, weight, scale_a, scale):
+        seen.append(("own", *a.shape, a.dtype))
+        left, scales = quantised(a) if a.dtype == BF16 else (a, scale_a)
+        return blocks.emulated(left, weight.t(), scales, scale.t(), None, BF16)
+
+    def quantised(x):
+        return x.to(FP8), torch.full((x.shape[0], 3), 0.5)
+
+    monkeypatch.setattr(blocks, "product", product)
+    for name in ("of fp8", "of bf16"):
+        monkeypatch.setitem(common.own, name, theirs)
+    monkeypatch.setitem(common.quantisers, "of bf16", quantised)
+    weight, scale = torch.randint(-2, 3, (200, 300)).to(FP8), torch.rand(2, 3)
+    common.lower()
+    for name, dtype in (("of fp8", FP8), ("of bf16", BF16)):
+        torch._dynamo.reset()
+
+        def multiply(a, scale_a, weight=weight, name=name):
+            return torch.ops.tunegemm.engine_block_scaled_mm(a, weight, scale_a, scale, BF16, name)
+
+        compiled = torch.compile(multiply, fullgraph=True, dynamic=True)
+        with torch.inference_mode():
+            for rows in (64, 3, 127, 128):
+                a = torch.randint(-2, 3, (rows, 300)).to(dtype)
+                scale_a = torch.rand(rows, 3) if dtype is FP8 else torch.empty(1)
+                seen.clear()
+                result, code = run_and_get_code(compiled, a, scale_a)
+                assert rows != 64 or "extern_kernels.tunegemm_engine_block_scaled_mm(" in code[0]
+                calls = [("ours", rows, 300, FP8)] * (rows < 128) + [("own", rows, 300, dtype)] * (
+                    rows in (3, 128)
+                )
+                assert seen == calls
+                assert torch.equal(result, theirs(a, weight, scale_a, scale))
+    seen.clear()
+    a, ones = torch.zeros(2, 300).to(FP8), torch.ones(2, 3)
+    for other in (torch.ones(2, 3), torch.ones(4, 3)):  # the second is of other blocks
+        torch.ops.tunegemm.engine_block_scaled_mm(a, weight, ones, other, BF16, "of fp8")
+    assert [by for by, *_ in seen] == ["ours", "own"]
 
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
@@ -368,10 +418,12 @@ def test_the_line_says_what_is_served_and_what_is_not(serve) -> None:
         Layer(torch.zeros(40, 64, dtype=BF16)), Layer(torch.zeros(8, 8, dtype=torch.int32)),
         VocabParallelEmbedding(torch.zeros(512, 64, dtype=BF16)), torch.nn.LayerNorm(64),
         Layer(torch.zeros(()), w13_weight=torch.nn.Parameter(torch.zeros(4, 96, 32, dtype=BF16))),
+        Layer(torch.zeros(256, 128).to(FP8), weight_block_size=[128, 128], tunegemm_in_blocks=True),
+        Layer(torch.zeros(384, 128).to(FP8), weight_block_size=[128, 128]),
     )  # fmt: skip
-    assert common.served(model, 100) == (
-        "kernels for 0 at 1, 1 at 16, 1 at 64 rows of 5 kinds of weights, by cute_sm90; at none of these "
-        "bf16 40x64, object (8, 8), bf16 96x32 of 4 experts"
+    assert common.served(model, 300) == (
+        "kernels for 1 at 1, 2 at 16, 2 at 64, 0 at 256 rows of 7 kinds of weights, by cute_sm90, blocks; at "
+        "none of these bf16 40x64, object (8, 8), bf16 96x32 of 4 experts, fp8_e4m3 384x128 in blocks"
     )
 
 

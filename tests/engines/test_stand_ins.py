@@ -126,6 +126,53 @@ def test_fp8_products_without_padding_are_ours(
     assert by == "cutlass" or result.shape == (2, 8, 48)
 
 
+class TritonFp8BlockScaledMMKernel(Cutlass):
+    """vLLM's own class for fp8 layers with block scales."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, "theirs"
+
+    def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> str:
+        return "triton"
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "invariant", "why"),
+    [(1, 128, BF16, False, "theirs"), (128, 128, BF16, False, "blocks of"), (1, 64, BF16, False, "blocks of"),
+     (1, 128, torch.float16, False, "and bf16"), (1, 128, BF16, True, "batch-invariant")],
+)  # fmt: skip
+def test_layers_with_block_scales_have_ours_before_the_engines(
+    fp8: Any, plant: Plant, monkeypatch: pytest.MonkeyPatch,
+    rows: int, columns: int, dtype: Any, invariant: bool, why: str,
+) -> None:  # fmt: skip
+    own, kernels = TritonFp8BlockScaledMMKernel, [Cutlass, TritonFp8BlockScaledMMKernel]
+    of_cuda = {"cuda": kernels}
+    plant(LINEAR, _POSSIBLE_FP8_BLOCK_KERNELS=of_cuda, TritonFp8BlockScaledMMKernel=own)
+    plant(f"{LAYERS}.quantization.utils.fp8_utils", per_token_group_quant_fp8=None)
+    monkeypatch.setattr(extension, "policy", lambda: SimpleNamespace(is_batch_invariant=invariant))
+    vllm.block_layers()
+    vllm.block_layers()
+    assert [kernel.__name__ for kernel in kernels] == ["Cutlass", vllm.BLOCK_KERNEL, own.__name__]
+    ours: Any = kernels[1]
+    scales = [
+        SimpleNamespace(scale=SimpleNamespace(group_shape=each)) for each in ((rows, columns), (128, 128))
+    ]
+    config = SimpleNamespace(activation_quant_key=scales[0], weight_quant_key=scales[1], out_dtype=dtype)
+    served, said = ours.can_implement(config)
+    assert served is (why == "theirs") and why in said
+    assert [ours.is_supported(each)[0] for each in (89, 90, 100)] == [False, True, False]
+    ours(config)
+    assert common.own["vllm_TritonFp8BlockScaledMMKernel"](None, None, None, None) == "triton"  # type: ignore
+    for wrong in (None, [Cutlass]):
+        of_cuda["cuda"] = wrong  # type: ignore[assignment]
+        with pytest.raises(common.Misfit, match="block scales"):
+            vllm.block_layers()
+
+
 @pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.parametrize(
     ("before", "gets"), [({}, True), ({"a": 1}, True), ({"tunegemm": "as it is"}, False), ("text", False)]

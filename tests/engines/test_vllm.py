@@ -26,8 +26,8 @@ from vllm.model_executor.kernels import linear
 from vllm.platforms import PlatformEnum
 
 own, kernels = utils.default_unquantized_gemm, [*linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CUDA]]
-names = "_POSSIBLE_FP8_BLOCK_KERNELS", "_POSSIBLE_INT8_KERNELS"
-others = {name: [*getattr(linear, name)[PlatformEnum.CUDA]] for name in names}
+blocks = [*linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]]
+others = [*linear._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA]]
 found["doors"] = [each.value for each in entry_points(group="vllm.general_plugins", name="tunegemm")]
 load()
 first = utils.default_unquantized_gemm
@@ -36,7 +36,10 @@ found["replaced once"] = utils.default_unquantized_gemm is first and first.tuneg
 found["layers get it"] = utils.dispatch_unquantized_gemm() is first
 now = linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CUDA]
 found["kernels"] = [now[0].__name__, now[1:] == kernels]
-found["others"] = all([*getattr(linear, name)[PlatformEnum.CUDA]] == was for name, was in others.items())
+now = linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA]
+ours = [each for each, own in zip(now, now[1:]) if "Tunegemm" in each.__name__ and issubclass(each, own)]
+found["blocks"] = [len(ours), [each for each in now if each not in ours] == blocks]
+found["others"] = linear._POSSIBLE_INT8_KERNELS[PlatformEnum.CUDA] == others
 found["cuda"] = torch.cuda.is_initialized()
 x, weight, bias = torch.randn(3, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(4).bfloat16()
 found["as torch"] = torch.equal(first(None, x, weight, bias), torch.nn.functional.linear(x, weight, bias))
@@ -57,6 +60,7 @@ found["hash goes by records"] = config().compute_hash() != before
         "replaced once": True,
         "layers get it": True,
         "kernels": ["TunegemmFP8ScaledMMLinearKernel", True],
+        "blocks": [4, True],
         "others": True,
         "cuda": False,
         "as torch": True,
@@ -254,6 +258,154 @@ found["supported"] = [first.is_supported(cc)[0] for cc in (80, 89, 90, 100)]
         "without its own": False,
         "supported": [False, False, True, False],
     }, output
+
+
+#: What of vLLM's kernels and of ours is a GPU's computes on the CPU. `choose` tells which of vLLM's exist.
+_IN_BLOCKS = """
+import json
+import os
+from pathlib import Path
+from vllm.config import CompilationConfig, ModelConfig
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer, triton
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.utils import fp8_utils
+from tunegemm.engines import common
+from tunegemm.torch import blocks
+
+for module in (vllm.platforms, linear, deep_gemm, flashinfer, triton):
+    on(module)
+Path("model").mkdir(exist_ok=True)
+facts = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "vocab_size": 256,
+    "intermediate_size": 384, "num_attention_heads": 4, "num_hidden_layers": 1, "torch_dtype": "bfloat16",
+}
+Path("model/config.json").write_text(json.dumps(facts))
+known = config(
+    model_config=ModelConfig(model="model", skip_tokenizer_init=True, dtype="bfloat16"),
+    compilation_config=CompilationConfig(custom_ops=["none"]),
+)
+calls = []
+
+def said(by, of, a, b, scale_a, scale_b):
+    calls.append([by, a.shape[0]])
+    assert a.dtype == b.dtype == torch.float8_e4m3fn and scale_a.dtype == torch.float32
+    return blocks.emulated(a, b, scale_a, scale_b, None, torch.bfloat16)
+
+def quantised(x, group_size, column_major_scales, use_ue8m0):
+    parts = x.float().unflatten(1, (-1, group_size))
+    scales = parts.abs().amax(2).clamp(min=1e-10) / 448
+    given = scales.t().contiguous().t() if column_major_scales else scales
+    return (parts / scales[:, :, None]).flatten(1).to(torch.float8_e4m3fn), given
+
+def by_flashinfer(input, weight, weight_scale, out_dtype=None):
+    a, scale = quantised(input, 128, False, False)
+    return said("flashinfer", input, a, weight.t(), scale, weight_scale.t())
+
+def by_deep_gemm(left, right, out, **words):
+    out.copy_(said("deep_gemm", None, left[0], right[0].t(), left[1], right[1].t()))
+
+blocks.product = lambda a, b, scale_a, scale_b, out_dtype: said("ours", None, a, b, scale_a, scale_b)
+fp8_utils.per_token_group_quant_fp8 = flashinfer.per_token_group_quant_fp8 = quantised
+fp8_utils.w8a8_triton_block_scaled_mm = (
+    lambda a, weight, scale_a, scale, *_: said("triton", None, a, weight.t(), scale_a, scale.t())
+)
+flashinfer.flashinfer_fp8_blockscale_gemm = by_flashinfer
+deep_gemm.fp8_gemm_nt = flashinfer.fp8_gemm_nt = by_deep_gemm
+deep_gemm.deepgemm_post_process_fp8_weight_block = lambda wq, ws, **_: (wq, ws)
+cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = False
+
+def choose(*names):
+    deep_gemm.is_deep_gemm_supported = lambda: "deep_gemm" in names
+    deep_gemm.should_use_deepgemm_for_fp8_linear = lambda *_: "deep_gemm" in names
+    supported = lambda: "flashinfer" in names
+    flashinfer.is_flashinfer_fp8_blockscale_gemm_supported = supported
+
+def layer_of(rows, k, blocks=(128, 128), dtype=torch.bfloat16):
+    torch.set_default_dtype(dtype)
+    quantisation = Fp8Config(
+        is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[*blocks]
+    )
+    layer = ReplicatedLinear(k, rows, bias=False, return_bias=False, quant_config=quantisation)
+    layer.weight.data.copy_(torch.randn(rows, k).to(torch.float8_e4m3fn))
+    layer.weight_scale_inv.data.copy_(torch.rand(layer.weight_scale_inv.shape) + 0.5)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+def by(layer, x):
+    own = type(layer.quant_method.fp8_linear)
+    calls.clear()
+    result = layer(x)
+    return own.__name__.startswith("Tunegemm"), [name for name, _ in calls]
+"""
+
+
+@engine
+def test_layers_with_block_scales(engine: str, run: Run, tmp_path) -> None:
+    """vLLM's own layers and its choice among its kernels; one graph, in which rows decide who multiplies."""
+    found = run(
+        engine,
+        LOADS
+        + HOPPER
+        + LAYERS
+        + _IN_BLOCKS
+        + f"""
+load()
+from torch._dynamo.testing import CompileCounterWithBackend
+with set_current_vllm_config(known), torch.inference_mode():
+    ranks({str(tmp_path / "ranks")!r})
+    torch.manual_seed(0)
+    common.lower()
+    for names in ((), ("deep_gemm",), ("deep_gemm", "flashinfer")):
+        choose(*names)
+        layer = layer_of(320, 256)
+        kernel = type(layer.quant_method.fp8_linear)
+        scales = layer.weight_scale_inv.repeat_interleave(128, 0)[:320].repeat_interleave(128, 1)
+        exact = layer.weight.float() * scales
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+        compiled(torch.randn(9, 256).bfloat16())
+        calls.clear()
+        errors, graphs = [], counter.frame_count
+        for rows in (31, 2, 64, 127, 128, 300):
+            x = torch.randn(rows, 256).bfloat16()
+            expected = torch.nn.functional.linear(x.float(), exact)
+            errors.append(float((compiled(x).float() - expected).norm() / expected.norm()))
+        inherits = kernel.__mro__[2].__name__
+        found[inherits] = [kernel.__name__, calls[:], max(errors) < 4e-2, counter.frame_count - graphs]
+    found["line"] = common.served(torch.nn.Sequential(layer), 256)
+    x = torch.randn(64, 256).bfloat16()
+    choose()
+    found["other blocks"] = by(layer_of(256, 256, (64, 128)), x[:, :])
+    found["fp16"] = by(layer_of(256, 256, dtype=torch.float16), x.half())
+    os.environ["VLLM_DISABLED_KERNELS"] = "TunegemmFp8BlockScaledMMKernel"
+    found["disabled"] = by(layer_of(256, 256), x)
+    os.environ["VLLM_DISABLED_KERNELS"] = ""
+    blocks.product = lambda *operands: None
+    found["no kernel"] = by(layer_of(256, 256), x)
+    from tunegemm.dispatch import api
+    api.policy("batch_invariant")
+    found["invariant"] = by(layer_of(256, 256), x)
+torch.distributed.destroy_process_group()
+""",
+    )
+    output = found.pop("output")
+    kernel, line = "TunegemmFp8BlockScaledMMKernel", str(found.pop("line"))
+    ours, rows = [["ours", n] for n in (31, 2, 64, 127)], (128, 300)
+    assert found == {
+        "TritonFp8BlockScaledMMKernel": [kernel, ours + [["triton", n] for n in rows], True, 0],
+        "DeepGemmFp8BlockScaledMMKernel": [kernel, ours + [["deep_gemm", n] for n in rows], True, 0],
+        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel": [
+            kernel, ours + [["deep_gemm", n] for n in rows], True, 0
+        ],
+        "other blocks": [False, ["triton"]],
+        "fp16": [False, ["triton"]],
+        "disabled": [False, ["triton"]],
+        "no kernel": [True, ["triton"]],
+        "invariant": [False, ["triton"]],
+    }, output  # fmt: skip
+    assert line == "kernels for 1 at 1, 1 at 16, 1 at 64, 0 at 256 rows of 1 kinds of weights, by blocks"
 
 
 @engine

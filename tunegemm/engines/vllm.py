@@ -17,6 +17,7 @@ from tunegemm.choose.policies import read_switch
 from tunegemm.dispatch import api, extension
 from tunegemm.engines import common
 from tunegemm.engines.common import Misfit, of_engine, replace
+from tunegemm.generate.blocks import BLOCK
 from tunegemm.torch import functions
 
 #: Its parent is vLLM's logger, which shows lines of this level.
@@ -29,6 +30,11 @@ CONFIG_KEY = "tunegemm"
 GATES = "gates"
 #: The name of our kernel class for fp8 layers, also in `VLLM_DISABLED_KERNELS`.
 FP8_KERNEL = "TunegemmFP8ScaledMMLinearKernel"
+#: The name of each of our classes for fp8 layers with block scales.
+BLOCK_KERNEL = "TunegemmFp8BlockScaledMMKernel"
+#: vLLM's classes for them whose weights keep their layout; FlashInfer's quantises rows in its product.
+_FLASHINFER = "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
+_BLOCK_KERNELS = _FLASHINFER, *(f"{of}Fp8BlockScaledMMKernel" for of in ("DeepGemm", "Cutlass", "Triton"))
 
 _LINEAR = "vllm.model_executor.kernels.linear"
 _LAYERS = "vllm.model_executor.layers"
@@ -45,6 +51,7 @@ def register() -> None:
             "bf16 and fp16 layers": _sixteen_bits,
             "batch invariance": _batch_invariance,
             "fp8 layers": fp8_layers,
+            "fp8 layers with block scales": block_layers,
             "the compile cache's key": partial(configuration, gates=gates),
             "the line at the start": _start,
         },
@@ -106,8 +113,6 @@ def _fp8_kernel(cutlass: Any) -> type:
     It inherits from CUTLASS's class, which prepares weights and computes products without a kernel of ours.
     """
     _, custom_ops = of_engine("vllm._custom_ops")
-    _, envs = of_engine("vllm.envs")
-    _, platform = of_engine("vllm.platforms.current_platform")
     _, replace_parameter = of_engine(f"{_LAYERS}.quantization.utils.replace_parameter")
 
     def cutlass_scaled_mm(
@@ -120,20 +125,7 @@ def _fp8_kernel(cutlass: Any) -> type:
 
     common.own["vllm_fp8"] = cutlass_scaled_mm
 
-    class Kernel(cutlass):  # type: ignore[misc]
-        @classmethod
-        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-            if cutlass.__name__ in envs.VLLM_DISABLED_KERNELS:
-                return False, f"falls back to {cutlass.__name__}, which is disabled"
-            if getattr(envs, "VLLM_TEST_FORCE_FP8_MARLIN", False):
-                return False, "leaves fp8 to Marlin, as VLLM_TEST_FORCE_FP8_MARLIN asks"
-            if compute_capability is None:
-                results = platform.get_device_capability()
-                compute_capability = None if results is None else results.to_int()
-            if compute_capability != _HOPPER:
-                return False, "requires compute capability 90 (Hopper)"
-            return super().is_supported(compute_capability)
-
+    class Kernel(_on_hopper(cutlass)):  # type: ignore[misc]
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             super().process_weights_after_loading(layer)
             names = self.layer_param_names
@@ -157,6 +149,82 @@ def _fp8_kernel(cutlass: Any) -> type:
             return result.view(*output_shape)
 
     Kernel.__name__ = Kernel.__qualname__ = FP8_KERNEL
+    return Kernel
+
+
+def _on_hopper(own: Any) -> Any:
+    """A class that inherits from vLLM's class `own`, and is supported on Hopper alone."""
+    _, envs = of_engine("vllm.envs")
+    _, platform = of_engine("vllm.platforms.current_platform")
+
+    class OnHopper(own):  # type: ignore[misc]
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            if own.__name__ in envs.VLLM_DISABLED_KERNELS:
+                return False, f"falls back to {own.__name__}, which is disabled"
+            if getattr(envs, "VLLM_TEST_FORCE_FP8_MARLIN", False):
+                return False, "leaves fp8 to Marlin, as VLLM_TEST_FORCE_FP8_MARLIN asks"
+            if compute_capability is None:
+                results = platform.get_device_capability()
+                compute_capability = None if results is None else results.to_int()
+            if compute_capability != _HOPPER:
+                return False, "requires compute capability 90 (Hopper)"
+            return super().is_supported(compute_capability)
+
+    return OnHopper
+
+
+def block_layers() -> None:
+    """Put a class of ours before each of vLLM's: vLLM's own order and conditions decide between them."""
+    _, possible = of_engine(f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS")
+    _, platforms = of_engine("vllm.platforms.PlatformEnum")
+    kernels = possible.get(platforms.CUDA)
+    known = [each for each in kernels if each.__name__ in _BLOCK_KERNELS] if isinstance(kernels, list) else []
+    if not known:
+        raise Misfit("there are no kernels of CUDA for block scales")
+    if all(kernel.__name__ != BLOCK_KERNEL for kernel in kernels):
+        for own, ours in [(own, _block_kernel(own)) for own in known]:
+            kernels.insert(kernels.index(own), ours)
+
+
+def _block_kernel(own: Any) -> type:
+    """A kernel class for fp8 layers with block scales.
+
+    It inherits from vLLM's class `own`, which prepares weights, quantises rows, and computes products of many
+    rows.
+    """
+    of_engine(f"{_LINEAR}.{own.__name__}.apply_block_scaled_mm", ("self", "A", "B", "As", "Bs"))
+    _, quantise = of_engine(f"{_LAYERS}.quantization.utils.fp8_utils.per_token_group_quant_fp8")
+    name = f"vllm_{own.__name__}"
+    if own.__name__ == _FLASHINFER:
+        words = {"group_size": BLOCK, "column_major_scales": True, "use_ue8m0": False}
+        common.quantisers[name] = partial(quantise, **words)
+
+    class Kernel(_on_hopper(own)):  # type: ignore[misc]
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            keys = config.activation_quant_key, config.weight_quant_key
+            groups = [tuple(key.scale.group_shape) for key in keys]
+            if groups != [(1, BLOCK), (BLOCK, BLOCK)] or config.out_dtype != torch.bfloat16:
+                return False, "requires blocks of 1x128 and 128x128, and bf16"
+            if extension.policy().is_batch_invariant:
+                return False, "has no batch-invariant kernels"
+            return super().can_implement(config)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            common.own[name] = super().apply_block_scaled_mm  # the same for all layers
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+            setattr(layer, common.IN_BLOCKS, True)
+
+        def apply_block_scaled_mm(
+            self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+        ) -> torch.Tensor:
+            return torch.ops.tunegemm.engine_block_scaled_mm(A, B, As, Bs, self.config.out_dtype, name)
+
+    Kernel.__name__ = Kernel.__qualname__ = BLOCK_KERNEL
     return Kernel
 
 
