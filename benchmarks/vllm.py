@@ -1,6 +1,7 @@
 """Times vLLM with and without tunegemm's plug-in: tokens per second of a Llama model with random weights.
 
-    python -m benchmarks.vllm --only bf16 --seconds 230      # one kind; invariant: VLLM_BATCH_INVARIANT=1
+    python -m benchmarks.vllm --only bf16 --seconds 230   # one kind; invariant: VLLM_BATCH_INVARIANT=1;
+                                                          # blocks: fp8 with a scale for each 128x128
 
 With a quarter of Llama-3-8B's layers, a decode step would take 1 ms of the GPU and 2 of the host's
 scheduling, which hides kernels. The three engines of a kind, two of them without the plug-in, start
@@ -44,7 +45,7 @@ METHOD = (
     "and three tokens behind it, as long as the tokens are the same, the largest difference over their "
     "standard deviation"
 )
-KINDS = ("bf16", "fp8", "invariant")
+KINDS = ("bf16", "fp8", "blocks", "invariant")
 PHASES = ("decode", "prefill")
 #: Work before samples, and the least number of rounds of samples.
 WARM_SECONDS, LEAST_ROUNDS = 0.3, 3

@@ -78,7 +78,8 @@ class Setting:
 def model_config(setting: Setting) -> dict[str, Any]:
     """The config of a model like Llama-3-8B with so many layers, for `transformers`."""
     facts: dict[str, Any] = LISTED["vllm"]["model"] | {"num_hidden_layers": setting.layers}
-    return facts | ({"quantization_config": LISTED["vllm"]["fp8"]} if setting.dtype == "fp8" else {})
+    quantization = LISTED["vllm"].get(setting.dtype)
+    return facts | ({"quantization_config": quantization} if quantization else {})
 
 
 class EngineError(TunegemmError):
@@ -204,8 +205,8 @@ def fill(model: Any) -> None:
     with torch.inference_mode():
         for name, parameter in sorted(model.named_parameters()):
             data = parameter.data
-            if name.endswith("weight_scale"):
-                data.fill_(0.02 / 32)
+            if name.endswith(("weight_scale", "weight_scale_inv")):
+                data.uniform_(0.01 / 32, 0.03 / 32, generator=generator)
             elif "norm" in name:
                 data.fill_(1.0)
             elif data.is_floating_point() and data.dim() == 2:
@@ -313,4 +314,6 @@ def variables(setting: Setting, scratch: Path) -> dict[str, str]:
         "VLLM_CACHE_ROOT": str(cache / "vllm"), "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        # DeepGEMM compiles what runs, once for all engines; its warm-up compiles for every number of rows.
+        "VLLM_DEEP_GEMM_WARMUP": "skip", "DG_JIT_CACHE_DIR": str(scratch / "caches" / "deep_gemm"),
     }  # fmt: skip

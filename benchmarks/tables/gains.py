@@ -27,9 +27,9 @@ LINES = (
     ("8B layers reading 4096 tokens", "clients.json", "workload == 'prefill' and mode in ('eager', 'graph')"),
     ("layers by the backend, CUDA graphs", "layers.json", "mode == 'graph'"),
     ("8B layers in training", "clients.json", "workload == 'train' and mode in ('eager', 'graph')"),
-    *((f"vLLM, {dtype} {phase}", "vllm.json",
+    *((f"vLLM, {dtype.replace('blocks', 'block-scaled fp8')} {phase}", "vllm.json",
        f"dtype == '{dtype}' and mode == 'fastest' and phase == '{phase}'")
-      for dtype in ("bf16", "fp8") for phase in ("decode", "prefill")),
+      for dtype in ("bf16", "fp8", "blocks") for phase in ("decode", "prefill")),
     ("fp8 with block scales, up to 64 rows", "blocks.json", "m <= 64"),
     ("fp8 with block scales, more rows", "blocks.json", "m > 64"),
     ("a layer of experts, beside transformers", "expert_layers.json", "rows > 0"),

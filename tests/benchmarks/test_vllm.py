@@ -30,9 +30,17 @@ def test_entry_points_lead_to_the_plug_in_and_to_what_settles(tmp_path, monkeypa
 def test_an_engines_folders_are_its_own(tmp_path):
     settings = [each for kind in vllm.KINDS for each in vllm.settings_of(kind, 8)]
     made = [vllm_engine.variables(setting, tmp_path) for setting in settings]
-    assert len({each["VLLM_CACHE_ROOT"] for each in made}) == len({each.name for each in settings}) == 9
-    assert [each["TUNEGEMM_VLLM"] for each in made] == ["0", "0", "1"] * 3
-    assert [each["VLLM_BATCH_INVARIANT"] for each in made] == ["0"] * 6 + ["1"] * 3
+    assert len({each["VLLM_CACHE_ROOT"] for each in made}) == len({each.name for each in settings}) == 12
+    assert [each["TUNEGEMM_VLLM"] for each in made] == ["0", "0", "1"] * 4
+    assert [each["VLLM_BATCH_INVARIANT"] for each in made] == ["0"] * 9 + ["1"] * 3
+    assert len({each["DG_JIT_CACHE_DIR"] for each in made}) == 1, "compiled once for all"
+
+
+def test_each_kind_has_its_quantisation():
+    configs = [vllm_engine.model_config(vllm.settings_of(kind, 8)[0]) for kind in vllm.KINDS]
+    given = [each.get("quantization_config", {}) for each in configs]
+    assert [each.get("quant_method") for each in given] == [None, "compressed-tensors", "fp8", None]
+    assert given[2]["weight_block_size"] == [128, 128]
 
 
 class Told:
