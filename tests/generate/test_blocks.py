@@ -56,6 +56,10 @@ def test_two_turns_need_an_even_number_of_stages() -> None:
         ({"stages": 1, "parts": 1, "turns": 1}, "or two"),
         ({"ordered": True}, "barriers of ordered"),
         ({"tile_m": 192, "stages": 4}, "no register budgets for 6"),
+        ({"scale_k": 32, "turns": 1, "ordered": True}, "not ordered"),
+        ({"scale_k": 32, "turns": 1, "tile_m": 256, "stages": 4}, "one WGMMA's rows"),
+        ({"scale_k": 32, "parts": 3}, "one WGMMA's rows"),
+        ({"scale_k": 32, "stages": 2}, "or two"),
     ):
         with pytest.raises(ValueError, match=says):
             blocks.config_of(parameters | changes)
@@ -64,10 +68,11 @@ def test_two_turns_need_an_even_number_of_stages() -> None:
 
 TURNS = next(config for config in CONFIGS if config.turns > 1 and not config.few)
 ORDERED = next(config for config in CONFIGS if config.ordered and not config.few)
+NARROWS = [config for config in CONFIGS if config.narrow]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [FEW, MANY, TURNS, ORDERED], ids=lambda config: config.label)
+@pytest.mark.parametrize("config", [FEW, MANY, TURNS, ORDERED, *NARROWS], ids=lambda config: config.label)
 def test_it_compiles_without_warnings(config: BlockConfig, tmp_path: Path) -> None:
     """Warning C7511: ptxas serialises WGMMAs."""
     if (missing := blocks.FAMILY.unavailable()) is not None:
@@ -126,6 +131,28 @@ def test_a_launch_says_where_scales_lie_and_of_few_rows_weights_come_first(seen:
         assert given["l2_hint"] == (1 if few else 2)
 
 
+def coarse(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("shared", [1, 32])
+def test_scales_of_32_of_k_are_bytes_apart(seen: Seen, h200: Device, shared: int) -> None:
+    """1 byte from one to the next says that they are E8M0."""
+    across = -(-200 // shared)
+    for config in (NARROWS[0], NARROWS[-1]):
+        for scale_a, scale_b, strides in (
+            (matrix(13, 5, F32).t(), matrix(across, 13, F32), (4, 20, 52, 4)),
+            (coarse(5, 16)[:, :13], coarse(across, 20)[:, :13], (16, 1, 20, 1)),
+            (matrix(5, 13, F32), coarse(across, 16)[:, :13], (52, 4, 16, 1)),
+            (matrix(5, 1, F32).expand(5, 13), coarse(across, 16)[:, :13], (4, 0, 16, 1)),
+        ):
+            BlockKernel(config, seen).launch(A, WEIGHT, scale_a, scale_b, OUT, device=h200)
+            given = seen.pop()
+            names = "row_stride", "rows_k_stride", "block_stride", "weights_k_stride"
+            assert tuple(given[name] for name in names) == strides
+            assert given["batch"] == shared and given["lda"] == given["ldb"] == 400
+
+
 def test_a_launch_refuses_addresses_and_outputs_of_other_kernels(seen: Seen, h200: Device) -> None:
     launch = BlockKernel(FEW, seen).bound(A, WEIGHT, SCALE_A, SCALE_B, OUT, device=h200)
     launch(16, 32, 4, 8, 48)
@@ -168,6 +195,28 @@ F32_FAR = torch.empty(5 * 2**20, dtype=F32)
 def test_what_no_kernel_takes_is_refused(changes: dict[str, Any], reason: str) -> None:
     given = {"a": A, "weight": WEIGHT, "scale_a": SCALE_A, "scale_b": SCALE_B, "out": OUT} | changes
     found = refusal(**given)
+    assert found == "" if not reason else reason in found, found
+
+
+@pytest.mark.parametrize(
+    ("scale_a", "scale_b", "reason"),
+    [
+        (matrix(5, 13, F32), matrix(200, 13, F32), ""),
+        (matrix(13, 5, F32).t(), coarse(7, 16)[:, :13], ""),
+        (SCALE_A, SCALE_B, "scale_a is (5, 4) torch.float32, not (5, 13)"),
+        (matrix(5, 13, F32), SCALE_B, "scale_b is (2, 4) torch.float32, not (7, 13)"),
+        (matrix(5, 13, BF16), matrix(7, 13, F32), "scale_a is (5, 13) torch.bfloat16"),
+        (matrix(5, 13, F32), matrix(7, 13, F32).to("meta"), "scale_b is on meta"),
+        (coarse(5, 13), matrix(7, 13, F32), "scale_a of strides (13, 1): lines of E8M0"),
+        (coarse(16, 5).t()[:, :13], matrix(7, 13, F32), "scale_a of strides (1, 5): lines of E8M0"),
+        (coarse(5, 32)[:, ::2][:, :13], matrix(7, 13, F32), "scale_a of strides (32, 2): lines of E8M0"),
+        (F32_FAR.as_strided((5, 13), (2**20, 1)), matrix(7, 13, F32), ""),
+        (F32_FAR.as_strided((5, 13), (2**20 + 1, 1)), matrix(7, 13, F32), "rows of scale_a are 1048577"),
+        (matrix(5, 13, F32), F32_FAR.as_strided((5, 13), (2**20, 1)), "(5, 13) torch.float32, not (7, 13)"),
+    ],
+)  # fmt: skip
+def test_scales_of_32_of_k_that_no_kernel_takes_are_refused(scale_a: Any, scale_b: Any, reason: str) -> None:
+    found = refusal(A, WEIGHT, scale_a, scale_b, OUT, 32)
     assert found == "" if not reason else reason in found, found
 
 

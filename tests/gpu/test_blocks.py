@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import ScalingType
+from torch.nn.functional import ScalingType, SwizzleType
 
 import tunegemm
 from tunegemm.describe.device import Device, find_device
 from tunegemm.generate import blocks
-from tunegemm.generate.blocks import BLOCK, BlockKernel
+from tunegemm.generate.blocks import BLOCK, NARROW, BlockKernel
 from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.model.blocks import choose, listed, splits_of
 from tunegemm.store import packs
@@ -22,13 +22,14 @@ from tunegemm.store.provided import Provided, provide_blocks
 pytestmark = pytest.mark.gpu
 
 WHERE = "cuda"
-FP8 = torch.float8_e4m3fn
+FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 POISON = 776.0
 """What bf16 and fp16 hold."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: What a result may be off, relative to itself.
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 2.0**-20}
-CONFIGS = listed()
+CONFIGS = tuple(config for config in listed() if not config.narrow)
+NARROWS = tuple(config for config in listed() if config.narrow)
 NAN, INF = float("nan"), float("inf")
 #: Rows, N and K: edges of tiles, of blocks of scales and of k splits.
 SHAPES = (
@@ -77,7 +78,14 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def scales(kind: str, lines: int, count: int) -> torch.Tensor:
-    """usual: of one magnitude; hostile: from 1e-30 to 1e30, and zeros; special: NaN and infinities, too."""
+    """usual: of one magnitude; hostile: from 1e-30 to 1e30, and zeros; special: NaN and infinities, too. As
+    E8M0, of lines that begin at units of 4 bytes, e8m0: of usual magnitudes; wide: all numbers; every: NaN,
+    too.
+    """
+    if kind in ("e8m0", "wide", "every"):
+        first, end = {"e8m0": (117, 137), "wide": (0, 255), "every": (0, 256)}[kind]
+        values = torch.randint(first, end, (lines, -(-count // 4) * 4), device=WHERE, dtype=torch.uint8)
+        return beside_nan(values.view(E8M0), 4)[:, :count]
     if kind == "usual":
         return torch.rand(lines, count, device=WHERE) * 1e-2 + 1e-3
     if kind == "hostile":
@@ -89,14 +97,18 @@ def scales(kind: str, lines: int, count: int) -> torch.Tensor:
     return found
 
 
-def reference(a: Any, weight: Any, scale_a: Any, scale_b: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    a: Any, weight: Any, scale_a: Any, scale_b: Any, scale_k: int = BLOCK
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The product and the sum of magnitudes, in fp64."""
+    scale_a, scale_b = scale_a.float(), scale_b.float()
+    shared = 1 if scale_b.shape[0] == weight.shape[0] else scale_k
     total = torch.zeros(a.shape[0], weight.shape[0], device=WHERE, dtype=torch.float64)
     magnitude = total.clone()
     for block in range(scale_a.shape[1]):
-        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        part = slice(block * scale_k, (block + 1) * scale_k)
         left, right = a[:, part].double(), weight[:, part].double()
-        across = scale_b[:, block].double().repeat_interleave(BLOCK)[: weight.shape[0]]
+        across = scale_b[:, block].double().repeat_interleave(shared)[: weight.shape[0]]
         scale = scale_a[:, block, None].double() * across
         total += (left @ right.t()) * scale
         magnitude += (left.abs() @ right.abs().t()) * scale.abs()
@@ -125,19 +137,23 @@ def check(
     kind: str = "usual",
     *,
     row_major: bool = False,
+    shared: int = BLOCK,
     **words: Any,
 ) -> None:
-    """Launch, and compare every element and all that lies around the output."""
-    count, across = -(-k // BLOCK), -(-n // BLOCK)
+    """Launch, and compare every element and all that lies around the output. shared: rows of the weights that
+    share a scale."""
+    count, across = -(-k // config.scale_k), -(-n // shared)
     a, weight = beside_nan(drawn(rows, k), 16), beside_nan(drawn(n, k), 16)
-    scale_a = beside_nan(scales(kind, rows, count).t(), 1).t()
-    if row_major:
-        scale_a = beside_nan(scale_a, 3)
-    scale_b = beside_nan(scales(kind, across, count), 1)
+    scale_a, scale_b = scales(kind, rows, count), scales(kind, across, count)
+    if scale_a.dtype is not E8M0:
+        scale_a, scale_b = beside_nan(scale_a.t(), 1).t(), beside_nan(scale_b, 1)
+        if row_major:
+            scale_a = beside_nan(scale_a, 3)
     memory = torch.full((rows + 4, n + 16), POISON, device=WHERE, dtype=DTYPES[config.out_dtype])
     out = memory[2:-2, 8:-8].fill_(NAN)
     kernel_of(config).launch(a, weight, scale_a, scale_b, out, device=device(), **words)
-    wrong = (~near(out, *reference(a, weight, scale_a, scale_b), config.out_dtype)).nonzero()
+    expected = reference(a, weight, scale_a, scale_b, config.scale_k)
+    wrong = (~near(out, *expected, config.out_dtype)).nonzero()
     what = named(config), (rows, n, k), kind, words
     assert not len(wrong), (
         f"{what}: {len(wrong)} wrong, first {wrong[:3].tolist()}, last {wrong[-1].tolist()}"
@@ -159,13 +175,69 @@ def test_a_kernel_is_right_at_every_edge_and_for_every_scale(config: BlockConfig
             check(config, *shape, kind, row_major=next(majors), split_k=next(splits), **next(launches))
 
 
+@pytest.mark.parametrize("config", NARROWS, ids=named)
+@pytest.mark.parametrize("shared", [1, 32])
+def test_scales_of_32_of_k_are_right_at_every_edge(config: BlockConfig, shared: int) -> None:
+    torch.manual_seed(0)
+    splits, majors = itertools.cycle((1, 2, 1, 8, 3)), itertools.cycle((False, True))
+    for shape in SHAPES:
+        for kind in ("usual", "hostile", "special", "e8m0", "wide", "every"):
+            check(config, *shape, kind, row_major=next(majors), shared=shared, split_k=next(splits))
+
+
+@pytest.mark.parametrize("config", NARROWS, ids=named)
+def test_scales_of_32_of_k_may_be_of_two_dtypes_and_strided(config: BlockConfig) -> None:
+    torch.manual_seed(4)
+    rows, n, k = 70, 264, 400
+    a, weight = drawn(rows, k), drawn(n, k)
+    wide = scales("usual", 2 * rows, 2 * 13)
+    coarse = scales("e8m0", 2 * n, 13)
+    out = torch.empty(rows, n, device=WHERE, dtype=DTYPES[config.out_dtype])
+    for scale_a, scale_b in (
+        (wide[::2, ::2], coarse[::2]),
+        (scales("e8m0", rows, 13), scales("usual", n, 13)),
+        (wide[:1, :13].expand(rows, 13), coarse[:n]),
+        (wide[:rows, :1].expand(rows, 13), coarse[n:]),
+    ):
+        kernel_of(config).launch(a, weight, scale_a, scale_b, out.fill_(NAN), device=device(), split_k=2)
+        assert bool(near(out, *reference(a, weight, scale_a, scale_b, 32), config.out_dtype).all())
+
+
 @pytest.mark.parametrize("first", range(1, 301, 50))
-def test_every_number_of_rows_is_right_by_the_kernel_that_is_chosen(first: int) -> None:
+@pytest.mark.parametrize("scale_k", [BLOCK, NARROW])
+def test_every_number_of_rows_is_right_by_the_kernel_that_is_chosen(first: int, scale_k: int) -> None:
     torch.manual_seed(1)
     for rows in range(first, first + 50):
-        choice = choose(rows, 512, 1024, gpu=device().name)
+        choice = choose(rows, 512, 1024, scale_k=scale_k, gpu=device().name)
         assert choice is not None
-        check(choice.config, rows, 512, 1024, **choice.words)
+        for kind, shared in (("usual", BLOCK),) if scale_k == BLOCK else (("e8m0", 1), ("e8m0", 32)):
+            check(choice.config, rows, 512, 1024, kind, shared=shared, **choice.words)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 100, 300, 1024, 4096])
+def test_the_public_door_takes_scales_of_32_of_k(rows: int) -> None:
+    """By a kernel, by one that reads E8M0 which lies at no units of 4 bytes as fp32, or by bf16 copies."""
+    torch.manual_seed(5)
+    n, k = 2112, 2048
+    a, weight, count = drawn(rows, k), drawn(n, k), k // NARROW
+    for out_dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        if choice := choose(rows, n, k, out_dtype=name, scale_k=NARROW, gpu=device().name):
+            kernel_of(choice.config)  # else it would be compiled in the background
+        for across in (n, n // NARROW):
+            scale_a, scale_b = scales("e8m0", rows, count), scales("e8m0", across, count)
+            wanted = reference(a, weight, scale_a, scale_b, NARROW)
+            apart = torch.empty(rows, count + 1, device=WHERE, dtype=torch.uint8).view(E8M0)[:, 1:]
+            apart.copy_(scale_a)
+            for given in ((scale_a, scale_b), (apart, scale_b), (scale_a.float(), scale_b.float())):
+                out = tunegemm.scaled_mm(a, weight.t(), given[0], given[1].t(), out_dtype=out_dtype)
+                assert bool(near(out, *wanted, name).all())
+            if out_dtype is torch.bfloat16 and across == n:
+                kind, plain = ScalingType.BlockWise1x32, SwizzleType.NO_SWIZZLE
+                with tunegemm.enable():
+                    served = torch.nn.functional.scaled_mm(
+                        a, weight.t(), scale_a, kind, scale_b, kind, plain, plain
+                    )
+                assert bool(near(served, *wanted, name).all())
 
 
 @pytest.mark.parametrize("config", CONFIGS[:1] + CONFIGS[-1:], ids=named)

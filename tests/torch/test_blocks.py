@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 import tunegemm
 from tests.support.serving import Bound, serving_by
 from tunegemm.errors import ProblemError
 from tunegemm.torch import blocks as own
+from tunegemm.torch import takeover
 
 FP8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 
@@ -68,7 +70,7 @@ def test_e8m0_scales_are_fp32_ones() -> None:
 
 def test_e8m0_scales_of_other_blocks_reach_torch_as_they_are() -> None:
     a, b, _, _ = operands(4, 200, 400)
-    scales = [torch.ones(4, 13).to(torch.float8_e8m0fnu), torch.ones(13, 200).to(torch.float8_e8m0fnu)]
+    scales = [torch.ones(4, 25).to(torch.float8_e8m0fnu), torch.ones(25, 200).to(torch.float8_e8m0fnu)]
     seen: list[Any] = []
 
     class Watch(torch.overrides.TorchFunctionMode):
@@ -78,8 +80,96 @@ def test_e8m0_scales_of_other_blocks_reach_torch_as_they_are() -> None:
             return function(*given, **(words or {}))
 
     with Watch():
-        tunegemm.scaled_mm(a, b, *scales, out_dtype=BF16)  # of 1x32, as in mxfp8
+        tunegemm.scaled_mm(a, b, *scales, out_dtype=BF16)  # of 1x16
     assert len(seen) == 2 and all(each is scale for each, scale in zip(seen, scales, strict=True))
+
+
+E8M0 = torch.float8_e8m0fnu
+
+
+def narrow(rows: int, n: int, k: int, shared: int, *coarse: int) -> tuple[torch.Tensor, ...]:
+    """a, b, and scales of 1x32 and `shared` x 32; coarse: which of them are E8M0."""
+    torch.manual_seed(1)
+    a, weight = (torch.randn(*shape).to(FP8) for shape in ((rows, k), (n, k)))
+    scales = [2.0 ** torch.randint(-9, 9, (lines, -(-k // 32))) for lines in (rows, -(-n // shared))]
+    given = [each.to(E8M0) if index in coarse else each for index, each in enumerate(scales)]
+    return a, weight.t(), given[0], given[1].t()
+
+
+def wanted_narrow(a: Any, b: Any, scale_a: Any, scale_b: Any, shared: int) -> torch.Tensor:
+    """In fp64, element by element of the scales."""
+    group, column = torch.arange(a.shape[1]) // 32, torch.arange(b.shape[1]) // shared
+    scale_a, scale_b = scale_a.float().double(), scale_b.float().double()
+    return (a.double() * scale_a[:, group]) @ (b.double() * scale_b[group][:, column])
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 128), (5, 200, 400), (130, 136, 144), (3, 33, 1040)])
+@pytest.mark.parametrize("shared", [1, 32])
+@pytest.mark.parametrize("coarse", [(), (0, 1), (0,), (1,)])
+def test_scales_of_32_of_k(shape: tuple[int, int, int], shared: int, coarse: tuple[int, ...]) -> None:
+    given = narrow(*shape, shared, *coarse)
+    assert own.scale_k_of(*given) == 32
+    expected, bias = wanted_narrow(*given, shared), torch.randn(shape[1]).to(BF16)
+    for added, out_dtype in ((None, F32), (bias, F32), (None, BF16)):
+        result = tunegemm.scaled_mm(*given, bias=added, out_dtype=out_dtype)
+        total = expected if added is None else expected + added.double()
+        tolerance = 1e-2 if out_dtype is BF16 else 1e-4
+        torch.testing.assert_close(result.double(), total, rtol=tolerance, atol=tolerance * 100)
+    columns = given[0], given[1], given[2].t().contiguous().t(), given[3].contiguous()
+    assert torch.equal(tunegemm.scaled_mm(*columns, out_dtype=BF16), result)
+
+
+def test_every_e8m0_scale_counts() -> None:
+    """0 is 2^-127, and 255 is NaN."""
+    a, b = torch.ones(256, 32).to(FP8), torch.ones(32, 48).to(FP8)
+    every = torch.arange(256, dtype=torch.uint8)[:, None].view(E8M0)
+    a, b, every = torch.cat((a, a), 1), torch.cat((b, b)), torch.cat((every, every), 1)
+    result = tunegemm.scaled_mm(a, b, every, torch.ones(2, 48).to(E8M0), out_dtype=F32)
+    expected = (64 * 2.0 ** (torch.arange(256).double() - 127)).float()
+    assert result[:255].eq(expected[:255, None]).all() and result[255].isnan().all()
+
+
+def test_what_fits_two_blocks_is_of_128() -> None:
+    for n in (32, 33, 128, 200):
+        for k in (16, 32):
+            a, b = torch.ones(5, k).to(FP8), torch.ones(k, n).to(FP8)
+            given = a, b, torch.ones(5, 1), torch.ones(1, -(-n // 128))
+            assert own.scale_k_of(*given) == 128
+        assert own.scale_k_of(a, b, torch.ones(5, 1), torch.ones(1, -(-n // 32))) == (32 if n > 32 else 128)
+    a, b = torch.ones(5, 128).to(FP8), torch.ones(128, 128).to(FP8)  # torch pads one block of k to four
+    assert own.scale_k_of(a, b, torch.ones(5, 1), torch.ones(4, 1)) == 128
+    assert own.scale_k_of(a, b, torch.ones(5, 4), torch.ones(4, 4)) == 32
+    assert own.scale_k_of(a, b, torch.ones(5, 4), torch.ones(4, 1)) == 0
+
+
+def test_graphs_hold_scales_of_32_of_k() -> None:
+    for given in (narrow(5, 200, 400, 1, 0, 1), narrow(5, 200, 400, 32)):
+        expected = Scaled()(*given)
+        assert torch.equal(torch.compile(Scaled(), backend="aot_eager", fullgraph=True)(*given), expected)
+        assert torch.equal(torch.export.export(Scaled(), given).module()(*given), expected)
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_enable_serves_torchs_scales_of_1x32_that_are_not_swizzled(
+    by_columns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, scale_a, scale_b = narrow(5, 208, 400, 1, 0, 1)
+    kind, plain = ScalingType.BlockWise1x32, SwizzleType.NO_SWIZZLE
+    words: Any = {"swizzle_a": plain, "swizzle_b": plain}
+    given = a, b, scale_a, kind, scale_b if by_columns else scale_b.t(), kind
+    with tunegemm.enable():
+        expected = tunegemm.scaled_mm(a, b, scale_a, scale_b, out_dtype=BF16)
+        assert torch.equal(scaled_mm(*given, **words), expected)
+        for wrong in (
+            {"swizzle_a": SwizzleType.SWIZZLE_32_4_4, "swizzle_b": SwizzleType.SWIZZLE_32_4_4},
+            words | {"bias": torch.ones(208, dtype=BF16)},
+        ):
+            with pytest.raises((RuntimeError, ValueError)):
+                scaled_mm(*given, **wrong)
+        square = narrow(5, 16, 512, 1, 0, 1)  # as many columns as groups of k: which are which?
+        with pytest.raises((RuntimeError, ValueError)):
+            scaled_mm(*square[:2], square[2], kind, square[3], kind, **words)
 
 
 def test_autocast_leaves_the_fp32_product() -> None:
@@ -157,6 +247,10 @@ A, B, SCALE_A, SCALE_B = operands(5, 300, 400)
         (SCALE_A, SCALE_B[:, :2], r"scale_b is \(4, 2\).*have \(4, 3\), rows and columns have \(5, 1\) and"),
         (SCALE_A.double(), SCALE_B, r"scale_a is torch.float64; .* scale_a.float\(\)"),
         (SCALE_A, SCALE_B.to(BF16), r"scale_b is torch.bfloat16; .* scale_b.float\(\)"),
+        (torch.ones(5, 13), torch.ones(300, 13), r"scale_b is \(300, 13\).*transpose it"),
+        (torch.ones(5, 13), torch.ones(13, 11), r"scale_b is \(13, 11\).*; blocks of 32 have \(13, 300\)"),
+        (torch.ones(13, 5), torch.ones(13, 300), r"scale_a is \(13, 5\).*transpose it"),
+        (torch.ones(5, 13), torch.ones(13, 10).to(BF16), r"scale_b is torch.bfloat16; .* scale_b.float\(\)"),
     ],
 )  # fmt: skip
 def test_scales_that_fit_nothing_are_refused_in_one_line(scale_a: Any, scale_b: Any, says: str) -> None:
@@ -196,6 +290,29 @@ def test_an_output_that_torch_refuses_or_that_holds_an_operand_is_torchs(
         for out_dtype in (BF16, None):
             out = torch.empty(8, 256, dtype=BF16)
             assert own.product(*given, out_dtype, out) is out and launched.pop()[-1] == out.data_ptr()
+
+
+def test_e8m0_is_read_as_it_lies_where_lines_begin_at_units_of_4_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[Any] = []
+    with serving_by(monkeypatch, Bound(lambda *addresses: launched.append(addresses))):
+        for k, shared, as_they_lie in ((512, 1, True), (512, 32, True), (400, 1, False)):
+            given = narrow(8, 256, k, shared, 0, 1)
+            assert own.product(*given, BF16, scale_k=32) is not None
+            addresses = [each.data_ptr() for each in given]
+            assert launched[-1][:2] == tuple(addresses[:2])
+            assert (launched[-1][2:4] == tuple(addresses[2:])) == as_they_lie
+        *rest, scale_a, scale_b = narrow(8, 256, 512, 1, 0, 1)
+        beside = torch.ones(8, 20).to(E8M0)[:, 1:17]
+        assert own.product(*rest, beside, scale_b, BF16, scale_k=32) is not None
+        assert launched[-1][3] == scale_b.data_ptr() != launched[-1][2] != beside.data_ptr()
+        assert own.product(*rest, scale_a.float(), scale_b, BF16, scale_k=32) is not None
+        many = narrow(4096, 256, 512, 1, 0, 1)
+        count = len(launched)
+        assert (
+            own.product(*many, BF16, scale_k=32) is None and len(launched) == count
+        )  # torch, by bf16 copies
 
 
 @pytest.mark.parametrize(

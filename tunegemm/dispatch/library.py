@@ -17,8 +17,8 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Call, form_of
 from tunegemm.dispatch.fx import num_elements, rank
 
-#: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x128 and 128x128.
-_TENSOR_WISE, _ROW_WISE, _LINES, _BLOCKS = 0, 1, 4, 5
+#: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x32, 1x128 and 128x128.
+_TENSOR_WISE, _ROW_WISE, _NARROW, _LINES, _BLOCKS = 0, 1, 3, 4, 5
 #: Torch's fp8 product requires B's rows and columns to be multiples of this.
 _FP8_UNIT = 16
 
@@ -164,20 +164,22 @@ def _scaled(
     return text, tensors, arguments.get("out_dtype"), bool(arguments.get("use_fast_accum", False))
 
 
-def block_scales(
-    name: str, arguments: Sequence[Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype | None] | None:
-    """Operands, scales and output dtype of an operator's call whose scales may be of 1x128 and 128x128."""
+def block_scales(name: str, arguments: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any, bool] | None:
+    """Operands, scales and output dtype of an operator's call whose scales may be of 1x128 and 128x128; and
+    whether the call says that they are of 1x32.
+    """
     a, b, *more = arguments
     value = dict(zip(argument_names(name)[2:], more, strict=False))
     scale_a, scale_b = value["scale_a"], value["scale_b"]
     if value.get("bias") is not None or value.get("scale_result") is not None:
         return None
+    recipes: tuple[int, ...] = _LINES, _BLOCKS
     if name != "_scaled_mm":
-        if not _are_plain_recipes(value) or (*value["recipe_a"], *value["recipe_b"]) != (_LINES, _BLOCKS):
+        recipes = *value["recipe_a"], *value["recipe_b"]
+        if not _are_plain_recipes(value) or recipes not in ((_LINES, _BLOCKS), (_NARROW, _NARROW)):
             return None
         (scale_a,), (scale_b,) = scale_a, scale_b
-    return a, b, scale_a, scale_b, value.get("out_dtype")
+    return a, b, scale_a, scale_b, value.get("out_dtype"), recipes == (_NARROW, _NARROW)
 
 
 def in_fp32(scale: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tunegemm.generate import blocks
-from tunegemm.generate.blocks import BLOCK
+from tunegemm.generate.blocks import BLOCK, NARROW
 from tunegemm.generate.blocks.config import BlockConfig
 from tunegemm.generate.tiles import divided
 from tunegemm.model.tables import reader_of
@@ -91,17 +91,18 @@ class Listed:
 
 def choose(
     rows: int, n: int, k: int, *,
-    out_dtype: str = "bf16", gpu: str = "", may_split: bool = True, or_torch: bool = False,
-    path: Path | None = None,
+    out_dtype: str = "bf16", scale_k: int = BLOCK, gpu: str = "", may_split: bool = True,
+    or_torch: bool = False, path: Path | None = None,
 ) -> BlockChoice | None:  # fmt: skip
-    """The kernel for A (rows x K) and weights (N x K); None if the table has no kernel for such a product.
+    """The kernel for A (rows x K) and weights (N x K) whose scales are of so many of k; None if the table has
+    no kernel for such a product.
 
     gpu: its name, such as NVIDIA H200. may_split: whether k may be split, which takes memory. or_torch:
     return None also where torch's own kernel is estimated to be faster.
     """
     results = [
         (each.estimate(rows, n, k, split, gpu), each.name, split, each)
-        for each in candidates(out_dtype, path)
+        for each in candidates(out_dtype, path, scale_k)
         if each.first_row <= rows <= each.last_row and (may_split or not each.config.streams)
         for split in (splits_of(each.config, rows, n, k) if may_split else [1])
     ]
@@ -125,25 +126,34 @@ def splits_of(config: BlockConfig, rows: int, n: int, k: int) -> list[int]:
 
 def listed(path: Path | None = None) -> tuple[BlockConfig, ...]:
     """All kernels of the table, which ship compiled."""
-    return tuple(dict.fromkeys(each.config for each in table(path)[0]))
+    return tuple(dict.fromkeys(each.config for each in (*table(path)[0], *narrow(path))))
 
 
-def candidates(out_dtype: str = "bf16", path: Path | None = None) -> tuple[Listed, ...]:
-    """The kernels with this output dtype."""
-    return tuple(each for each in table(path)[0] if each.config.out_dtype == out_dtype)
+def candidates(out_dtype: str = "bf16", path: Path | None = None, scale_k: int = BLOCK) -> tuple[Listed, ...]:
+    """The kernels with this output dtype, and scales of so many of k."""
+    kernels = table(path)[0] if scale_k == BLOCK else narrow(path)
+    return tuple(each for each in kernels if each.config.out_dtype == out_dtype)
 
 
 @reader_of("blocks.toml")
 def table(data: dict[str, Any]) -> tuple[tuple[Listed, ...], Listed]:
     """The kernels, and torch's as one of them."""
-    names = data["parameters"]
-    kernels = tuple(
-        _listed(name, dict(zip(names, line["values"], strict=True)), dtype, line)
-        for name, line in data["kernels"].items()
+    values = dict(zip(data["parameters"], data["torch"]["values"], strict=True))
+    return _kernels(data, "kernels"), _listed("torch", values, "bf16", data["torch"])
+
+
+@reader_of("blocks.toml")
+def narrow(data: dict[str, Any]) -> tuple[Listed, ...]:
+    """The kernels of scales of 32 of k."""
+    return _kernels(data, "narrow", scale_k=NARROW)
+
+
+def _kernels(data: dict[str, Any], part: str, **more: int) -> tuple[Listed, ...]:
+    return tuple(
+        _listed(name, dict(zip(data["parameters"], line["values"], strict=True)) | more, dtype, line)
+        for name, line in data.get(part, {}).items()
         for dtype in line.get("dtypes", data["dtypes"])
     )
-    torchs = data["torch"]
-    return kernels, _listed("torch", dict(zip(names, torchs["values"], strict=True)), "bf16", torchs)
 
 
 def _listed(name: str, parameters: dict[str, Any], dtype: str, line: dict[str, Any]) -> Listed:

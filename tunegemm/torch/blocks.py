@@ -1,4 +1,5 @@
-"""Multiplies fp8 with block scales, 1x128 of A and 128x128 of B, for `scaled_mm` and torch's operators.
+"""Multiplies fp8 with block scales, 1x128 of A and 128x128 of B, for `scaled_mm` and torch's operators; and
+with those of 1x32, or 1x32 of A and 32x32 of B, which torch refuses on a Hopper GPU.
 
 The kernels are listed in db/blocks.toml and need no record.
 """
@@ -18,19 +19,33 @@ from tunegemm.dispatch.launchers import is_apart_from
 from tunegemm.dispatch.library import block_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
-from tunegemm.generate.blocks import BLOCK
+from tunegemm.generate.blocks import BLOCK, NARROW
 from tunegemm.groups.grouped import are_plain, check_devices, has_gradient
 from tunegemm.model.blocks import choose
 
-_FP8 = torch.float8_e4m3fn
+_FP8, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 _OUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 #: Scales in 16 bytes, torch's requirement.
 _TORCHS_UNIT = 4
 
 
-def blocks_of(extent: int) -> int:
+def blocks_of(extent: int, block: int = BLOCK) -> int:
     """The number of blocks that cover an extent; the last may be partial."""
-    return -(-extent // BLOCK)
+    return -(-extent // block)
+
+
+def scale_k_of(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int:
+    """How many values of k share a scale: 128 if `are_of_blocks` holds; 32 of blocks of 1x32 of a (M, K), and
+    of 1x32 (of a column) or 32x32 of b (K, N); else 0.
+    """
+    if are_of_blocks(a, b, scale_a, scale_b):
+        return BLOCK
+    if not a.ndim == b.ndim == scale_b.ndim == 2:
+        return 0
+    (rows, k), n = a.shape, b.shape[1]
+    along, across = blocks_of(k, NARROW), scale_b.shape[1]
+    fits = scale_a.shape == (rows, along) and scale_b.shape[0] == along
+    return NARROW if fits and (across == n or across == blocks_of(n, NARROW)) else 0
 
 
 def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
@@ -63,31 +78,37 @@ def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
     )
 
 
-def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> None:
-    """Raises ProblemError if the fp32 scales of fp8 matrices fit no product, here or in torch."""
+def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int:
+    """Returns `scale_k_of` fp8 matrices, 0 of others. Raises ProblemError if their fp32 scales fit no
+    product, here or in torch.
+    """
     if not (a.ndim == b.ndim == scale_a.ndim == scale_b.ndim == 2 and a.dtype == b.dtype == _FP8):
-        return
+        return 0
     (rows, k), n = a.shape, b.shape[1]
     along = blocks_of(k)
-    if are_of_blocks(a, b, scale_a, scale_b):
+    if scale_k := scale_k_of(a, b, scale_a, scale_b):
         for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-            if scale.dtype != torch.float32:
+            if scale.dtype != torch.float32 and not (scale_k == NARROW and scale.dtype == _E8M0):
                 raise ProblemError(f"{name} is {scale.dtype}; give float32 block scales: {name}.float()")
-        return
+        return scale_k
     if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32 or b.shape[0] != k:
-        return
+        return 0
     if scale_b.shape == (along, n) and scale_a.shape in ((rows, along), (blocks_of(rows), along)):
-        return  # torch's: B by 1x128
-    wanted = {"scale_a": (rows, along), "scale_b": (along, blocks_of(n))}
+        return 0  # torch's: B by 1x128
+    block, shapes = BLOCK, {"scale_a": (rows, along), "scale_b": (along, blocks_of(n))}
+    narrow = blocks_of(k, NARROW)
+    if narrow != along and narrow in (scale_a.shape[1], scale_b.shape[0]):
+        block, shapes = NARROW, {"scale_a": (rows, narrow), "scale_b": (narrow, n)}
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        shape = wanted[name]
+        shape = shapes[name]
         if tuple(scale.shape) == shape:
             continue
-        remedy = "transpose it" if tuple(scale.shape) == shape[::-1] else f"blocks of {BLOCK} have {shape}"
+        remedy = "transpose it" if tuple(scale.shape) == shape[::-1] else f"blocks of {block} have {shape}"
         rows_and_columns = f"rows and columns have {(rows, 1)} and {(1, n)}"
         raise ProblemError(
             f"{name} is {tuple(scale.shape)} for ({rows}, {k}) x ({k}, {n}); {remedy}, {rows_and_columns}"
         )
+    return 0
 
 
 def check_beside(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> None:
@@ -119,17 +140,17 @@ def scaled_mm(
     if torch.compiler.is_exporting() or all(
         type(each) in PLAIN or isinstance(each, FakeTensor) for each in arguments
     ):
-        if torch.float8_e8m0fnu in (scale_a.dtype, scale_b.dtype) and are_of_blocks(*arguments):
+        if _E8M0 in (scale_a.dtype, scale_b.dtype) and are_of_blocks(*arguments):
             arguments = a, b, in_fp32(scale_a), in_fp32(scale_b)
-        check_scales(*arguments)
-        if a.dtype == b.dtype == _FP8 and are_of_blocks(*arguments):
+        if scale_k := check_scales(*arguments):
             check_dtype(out_dtype)
-            result = product(*arguments, out_dtype) if bias is None and not is_traced else None
+            by_kernel = bias is None and not is_traced
+            result = product(*arguments, out_dtype, scale_k=scale_k) if by_kernel else None
             if result is not None:
                 served: torch.Tensor = extension.undifferentiable("tunegemm.scaled_mm", result, a, b)
                 return served
             check_beside(*arguments, bias)
-            if a.device.type == "cpu" or not torch_takes(*arguments):
+            if a.device.type == "cpu" or scale_k == NARROW or not torch_takes(*arguments):
                 # Inductor (torch 2.13) would make C++ of `emulated` that leaves out partial blocks.
                 by: Callable[..., torch.Tensor] = torch.ops.tunegemm.scaled_blocks if is_traced else emulated
                 return by(*arguments, bias, out_dtype)
@@ -141,23 +162,41 @@ def emulated(
     bias: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     """The product in fp32 where torch does not support it: on a CPU, and without a kernel for operands that
-    torch rejects."""
-    (_, k), n = a.shape, b.shape[1]
-    left = a.float() * scale_a.repeat_interleave(BLOCK, 1)[:, :k]
-    across = scale_b.repeat_interleave(BLOCK, 0)[:k].repeat_interleave(BLOCK, 1)[:, :n]
+    torch rejects. On a GPU it is of bf16 operands if E8M0 scales those exactly.
+    """
+    scale_k, n = scale_k_of(a, b, scale_a, scale_b), b.shape[1]
+    out_dtype = a.dtype if out_dtype is None else out_dtype
+    is_exact = a.is_cuda and scale_a.dtype == scale_b.dtype == _E8M0
+    dtype = torch.bfloat16 if is_exact else torch.float32
+    if scale_b.shape[1] != n:
+        scale_b = scale_b.repeat_interleave(scale_k, 1)[:, :n]
+    left = _scaled(a, scale_a, scale_k, dtype)
+    right = _scaled(b.t(), scale_b.t(), scale_k, dtype).t()
     with torch._C._DisableAutocast():  # else the product would be one of 16-bit operands
-        result = left @ (b.float() * across)
+        if is_exact and (out_dtype != dtype or bias is not None):
+            result = torch.mm(left, right, out_dtype=torch.float32)
+        else:
+            result = left @ right
     if bias is not None:
         result = result + bias.flatten().float()
-    return result.to(a.dtype if out_dtype is None else out_dtype)
+    return result.to(out_dtype)
+
+
+def _scaled(values: torch.Tensor, scale: torch.Tensor, scale_k: int, dtype: torch.dtype) -> torch.Tensor:
+    """fp8 (lines, K) times scales (lines, K / scale_k)."""
+    k, scale = values.shape[1], scale.to(dtype)
+    if k % scale_k:
+        return values.to(dtype) * scale.repeat_interleave(scale_k, 1)[:, :k]
+    return values.to(dtype).unflatten(1, (-1, scale_k)).mul_(scale[:, : k // scale_k, None]).flatten(1)
 
 
 def _compute(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
     bias: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
-    result = product(a, b, scale_a, scale_b, out_dtype) if bias is None else None
-    return emulated(a, b, scale_a, scale_b, bias, out_dtype) if result is None else result
+    given = a, b, scale_a, scale_b
+    result = product(*given, out_dtype, scale_k=scale_k_of(*given)) if bias is None else None
+    return emulated(*given, bias, out_dtype) if result is None else result
 
 
 extension.define(
@@ -174,9 +213,21 @@ extension.define(
 def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> torch.Tensor | None:
     """Compute an ATen operator's call by a kernel; None if torch must compute it."""
     value = block_scales(name, arguments)
-    if value is None or not are_of_blocks(*value[:4]):
+    if value is None:
         return None
-    return product(*value, keywords.get("out"))
+    a, b, scale_a, scale_b, out_dtype, is_narrow = value
+    out = keywords.get("out")
+    if not is_narrow:
+        return product(*value[:5], out) if are_of_blocks(*value[:4]) else None
+    # Torch says no shape for scales of 1x32 that are not swizzled: b's may lie as b does, or as its columns.
+    columns, along = b.shape[-1], scale_a.shape[-1]
+    given = a, b, scale_a, scale_b.t() if scale_b.shape == (columns, along) else scale_b
+    if columns == along or given[3].shape != (along, columns) or not a.dtype == b.dtype == _FP8:
+        return None
+    if scale_k_of(*given) != NARROW:
+        return None
+    result = product(*given, out_dtype, out, scale_k=NARROW)
+    return emulated(*given, None, out_dtype) if result is None and out is None else result
 
 
 def product(
@@ -186,8 +237,10 @@ def product(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None = None,
+    *,
+    scale_k: int = BLOCK,
 ) -> torch.Tensor | None:
-    """Compute the product by a kernel; None if torch must compute it. `are_of_blocks` must hold."""
+    """Compute the product by a kernel; None if torch must compute it. scale_k: what `scale_k_of` gives."""
     if (
         a.dtype is not _FP8
         or b.dtype is not _FP8
@@ -201,14 +254,22 @@ def product(
         out_dtype in (None, out.dtype) and is_apart_from(out, (a, b, scale_a, scale_b))
     ):
         return None
-    along = blocks_of(a.shape[1])
-    if scale_b.shape[0] != along:
+    if scale_k == NARROW:
+        scale_a, scale_b = _readable(scale_a), _readable(scale_b.t()).t()
+    elif scale_b.shape[0] != (along := blocks_of(a.shape[1])):
         scale_b = scale_b[:along]
     given = (a, b, scale_a, scale_b, *(() if out is None else (out,)))
     key = out_dtype, a.numel(), b.numel(), len(given)
     allocate = _allocate if out is None else lambda *_: ()
     results = _family.launch(key, given, allocate, _choose, out_dtype)
     return None if results is None else (*given, *results)[-1]
+
+
+def _readable(scale: torch.Tensor) -> torch.Tensor:
+    """Scales (lines, K / 32) as kernels read them: E8M0 of lines that begin at units of 4 bytes, or fp32."""
+    if scale.dtype is _E8M0 and (scale.stride(1) != 1 or (scale.stride(0) | scale.data_ptr()) % 4):
+        return scale.float()
+    return scale
 
 
 _family = extension.Family(blocks.FAMILY, "block-scaled products", "torch computes them")
@@ -222,13 +283,14 @@ def _allocate(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any) -> tup
 def _choose(a: Any, b: Any, scale_a: Any, scale_b: Any, out: Any, _: Any) -> Any:
     """See `Family.launch`."""
     policy, weight, scales = extension.policy(), b.t(), (scale_a, scale_b.t())
-    if policy.is_batch_invariant or blocks.refusal(a, weight, *scales, out):
+    scale_k = scale_k_of(a, b, scale_a, scale_b)
+    if policy.is_batch_invariant or blocks.refusal(a, weight, *scales, out, scale_k):
         return None
     choice = choose(
         a.shape[0], b.shape[1], a.shape[1],
-        out_dtype=_OUT_DTYPES[out.dtype], gpu=extension.gpu_of(a.device),
+        out_dtype=_OUT_DTYPES[out.dtype], scale_k=scale_k, gpu=extension.gpu_of(a.device),
         may_split=policy.prefer != "no_workspace",
-        or_torch=out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b),
+        or_torch=scale_k == BLOCK and out.dtype is torch.bfloat16 and torch_takes(a, b, scale_a, scale_b),
     )  # fmt: skip
     if choice is None:
         return None

@@ -2,25 +2,27 @@
 
     D[m, n] = sum over b of scale_a[m, b] * scale_b[n / 128, b] * (A[m, block b of k] B[n, block b of k]^T)
 
+Other kernels have scales of 1 x 32 blocks of A, and of 1 x 32 or 32 x 32 blocks of weights, fp32 or E8M0.
+
 No search includes them; db/blocks.toml lists those that ship (`tunegemm.model.blocks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from tunegemm.compile.cute_object import compiler
 from tunegemm.describe.device import Device
-from tunegemm.generate.blocks.config import BLOCK, BlockConfig
+from tunegemm.generate.blocks.config import BLOCK, GROUPS, NARROW, BlockConfig
 from tunegemm.generate.cute_launch import LoadedKernel
 from tunegemm.generate.cute_sm90 import Order, sums_of
 from tunegemm.generate.generator import Kernels
 from tunegemm.generate.takes import TORCHS, UNIT_BYTES, NotTaken, Place, first_objection, not_aligned
 from tunegemm.generate.tiles import divided
 
-__all__ = ["BLOCK", "FAMILY", "BlockKernel", "config_of", "refusal", "tiles_of"]
+__all__ = ["BLOCK", "FAMILY", "NARROW", "BlockKernel", "config_of", "refusal", "tiles_of"]
 
 _OUT_DTYPES = [TORCHS[dtype] for dtype in ("bf16", "fp16", "fp32")]
 
@@ -38,8 +40,12 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
     )  # fmt: skip
     if config.stages % config.turns:
         raise ValueError(f"{config.label}: two turns need an even number of stages")
+    if config.narrow and (config.ordered or config.atoms_per_warpgroup > 1 or GROUPS % config.parts):
+        raise ValueError(
+            f"{config.label}: with scales of 32 of k a warpgroup has one WGMMA's rows, not ordered"
+        )
     # With many rows a warpgroup waits for the next stage's scales before it gives one back.
-    if config.stages // config.turns < max(config.parts, 1 if few else 2):
+    if config.stages // config.turns < (2 if config.narrow else max(config.parts, 1 if few else 2)):
         raise ValueError(f"{config.label}: each turn needs as many stages as it has blocks at a time, or two")
     if config.turns > 1 and config.ordered:
         raise ValueError(f"{config.label}: two turns use the barriers of ordered warpgroups")
@@ -74,9 +80,9 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         """The launch for addresses of tensors with these layouts, in this order.
 
         a: (M, K). weight: (N, K). scale_a: (M, K / 128), scale_b: (N / 128, K / 128), rounded up, of any
-        strides. out: (M, N). split_k: parts of k that different blocks add up; stream-K ignores it.
-        swizzle_size, along_m: the order of tiles. l2_hint: 1 to evict lines of a from L2
-        first, 2 to evict those of the weight first.
+        strides; with scales of 32 of k (M, K / 32), and (N, K / 32) or (N / 32, K / 32). out: (M, N).
+        split_k: parts of k that different blocks add up; stream-K ignores it. swizzle_size, along_m: the
+        order of tiles. l2_hint: 1 to evict lines of a from L2 first, 2 to evict those of the weight first.
 
         Raises NotTaken if `refusal` objects; a launch raises it for unaligned addresses. The first call for a
         number of tiles may ask the device which clusters share a GPC, so do not make it while a graph is
@@ -85,7 +91,7 @@ class BlockKernel(LoadedKernel[BlockConfig]):
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         config = self.config
-        if wrong := refusal(a, weight, scale_a, scale_b, out):
+        if wrong := refusal(a, weight, scale_a, scale_b, out, config.scale_k):
             raise NotTaken(wrong)
         if str(out.dtype) != f"torch.{TORCHS[config.out_dtype]}":
             raise NotTaken(f"an output of {out.dtype} for a kernel of {config.out_dtype}")
@@ -109,6 +115,9 @@ class BlockKernel(LoadedKernel[BlockConfig]):
             split, 0, l2_hint,
         )  # fmt: skip
         of_rows, of_weights = scale_a.stride(), scale_b.stride()
+        if config.narrow:  # in bytes; and where other kernels have the batch, the rows that share a scale
+            of_rows, of_weights = (_bytes_apart(each) for each in (scale_a, scale_b))
+            fixed = (*fixed[:3], 1 if scale_b.shape[0] == n else NARROW, *fixed[4:])
         function, few, table = self.function, config.few, order.address
 
         def launch_at(a: int, weight: int, scale_a: int, scale_b: int, out: int) -> None:
@@ -137,12 +146,15 @@ kernel_key = FAMILY.key_of
 
 
 def wrong_scales(
-    device: Any, scale_a: Any, shape_a: tuple[int, ...], scale_b: Any, shape_b: tuple[int, ...]
-) -> str:
-    """Why no kernel on a device takes these scales, which must have these shapes; empty if one does."""
+    device: Any, scale_a: Any, shape_a: tuple[int, ...], scale_b: Any, shape_b: tuple[int, ...],
+    dtypes: Collection[str] = ("torch.float32",),
+) -> str:  # fmt: skip
+    """Why no kernel on a device takes these scales, which must have these shapes and one of the dtypes; empty
+    if one does.
+    """
     for name, scale, shape in (("scale_a", scale_a, shape_a), ("scale_b", scale_b, shape_b)):
-        if (str(scale.dtype), tuple(scale.shape)) != ("torch.float32", shape):
-            return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {shape} torch.float32"
+        if str(scale.dtype) not in dtypes or tuple(scale.shape) != shape:
+            return f"{name} is {tuple(scale.shape)} {scale.dtype}, not {shape} {' or '.join(dtypes)}"
         if scale.device != device:
             return f"{name} is on {scale.device}, not on {device}"
     if scale_a.shape[0] > 1 and (apart := scale_a.stride(0)) > MOST_APART:
@@ -150,8 +162,27 @@ def wrong_scales(
     return ""
 
 
-def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
-    """Why no kernel here takes these tensors of `BlockKernel.bound`, in one line; empty if one does."""
+def _too_far_apart(**scales: Any) -> str:
+    """Why the strides of scales of 32 of k are not those that a kernel reads; empty if they are."""
+    for name, scale in scales.items():
+        line, group = _bytes_apart(scale)
+        if line > 4 * MOST_APART or group > 64 * MOST_APART:
+            return f"{name} of strides {scale.stride()}: too far apart"
+        if scale.element_size() == 1 and (line % 4 or group != 1):
+            return f"{name} of strides {scale.stride()}: lines of E8M0 are no units of 4 B"
+    return ""
+
+
+def _bytes_apart(scale: Any) -> tuple[int, int]:
+    """From line to line, and from group to group; of one line, or of one group, as of packed ones."""
+    size, (lines, groups), (line, group) = scale.element_size(), scale.shape, scale.stride()
+    return (0 if lines == 1 else line * size), (size if groups == 1 else group * size)
+
+
+def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any, scale_k: int = BLOCK) -> str:
+    """Why no kernel of scales of so many of k takes these tensors of `BlockKernel.bound`, in one line; empty
+    if one does.
+    """
     if any(each.ndim != 2 for each in (a, weight, scale_a, scale_b, out)):
         return "an operand that is not a matrix"
     (rows, k), n, out_dtype = a.shape, weight.shape[0], str(out.dtype).removeprefix("torch.")
@@ -162,7 +193,12 @@ def refusal(a: Any, weight: Any, scale_a: Any, scale_b: Any, out: Any) -> str:
         Place("the weight", weight, TORCHS["fp8_e4m3"], (n, k), (0, 1), apart=n > 1),
         Place("the output", out, out_dtype, (rows, n), (0, 1), apart=rows > 1),
     ]
-    across, along = -(-n // BLOCK), -(-k // BLOCK)
-    return first_objection(places, a.device, rows=rows, n=n, k=k) or wrong_scales(
-        a.device, scale_a, (rows, along), scale_b, (across, along)
+    across, along, dtypes = -(-n // BLOCK), -(-k // scale_k), ["torch.float32"]
+    if scale_k == NARROW:
+        across = n if scale_b.shape[0] == n else -(-n // NARROW)
+        dtypes.append("torch.float8_e8m0fnu")
+    return (
+        first_objection(places, a.device, rows=rows, n=n, k=k)
+        or wrong_scales(a.device, scale_a, (rows, along), scale_b, (across, along), dtypes)
+        or (_too_far_apart(scale_a=scale_a, scale_b=scale_b) if scale_k == NARROW else "")
     )

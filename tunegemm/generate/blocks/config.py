@@ -1,7 +1,8 @@
 """The numbers of one kernel of block-scaled products, derived once for compilation and launch alike.
 
-A block is 128 of k. A's scales are of 1 x 128, the weights' of 128 x 128, all fp32. Many rows are the
-kernel's m. Few rows are its n, WGMMA's narrow mode: then D is m-major, and the weights are the kernel's A.
+A block is 128 of k. A's scales are of 1 x 128, the weights' of 128 x 128, all fp32; or of 32 of k
+(`kernel_narrow`). Many rows are the kernel's m. Few rows are its n, WGMMA's narrow mode: then D is m-major,
+and the weights are the kernel's A.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from tunegemm.generate.cute_sm90.config import SMEM_ALIGNMENT, SMEM_LIMIT, Kerne
 
 BLOCK = 128
 """Values of k that share a scale, and rows of the weights."""
+NARROW = 32
+"""Values of k that share a scale in other kernels: those of one WGMMA."""
+GROUPS = BLOCK // NARROW
+"""Scales of 32 of k in one block of k."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,27 @@ class BlockConfig(KernelConfig):
     """Whether the warpgroups of a tile begin to multiply one after the other, so that each adds up its sums
     while the tensor cores have another's.
     """
+    scale_k: int = BLOCK
+    """Values of k that share a scale: 128, or 32. With 32 `parts` counts WGMMAs whose sums a warpgroup has at
+    a time.
+    """
+
+    @property
+    def narrow(self) -> bool:
+        """Whether scales are of 32 of k."""
+        return self.scale_k == NARROW
+
+    @property
+    def lines(self) -> int:
+        """Of scales of 32 of k: the tile's rows and those of its weights, each with scales of its own."""
+        return self.rows + self.columns
+
+    @property
+    def lag(self) -> int:
+        """Of scales of 32 of k: stages that a warp copies further scales for before it looks at those of one.
+        Half a turn's, so that consumers have the other half.
+        """
+        return self.stages // self.turns // 2
 
     @property
     def tile_warpgroups(self) -> int:
@@ -79,27 +105,32 @@ class BlockConfig(KernelConfig):
 
     @property
     def reads_early(self) -> bool:
-        """Of few rows: whether registers hold the scales of a tile's rows beside the sums. They are then read
-        before a block's sums are awaited, and its stage is given back before these are scaled.
+        """Of few rows, and of scales of 32 of k: whether registers hold the scales of WGMMA's n beside the
+        sums. They are then read before a block's sums are awaited, and its stage is given back before these
+        are scaled.
         """
-        return self.sum_registers + self.tile_n // 4 < 160
+        return self.sum_registers + self.tile_n // 4 < (200 if self.narrow else 160)
 
     @property
     def registers(self) -> tuple[int, int]:
-        """As there, but that 192 sums need the larger budget."""
+        """As there, but that 192 sums need the larger budget, and copies of scales of 32 of k theirs."""
+        if self.narrow and self.consumers < 3:
+            return 40, 232
         if self.consumers == 4:  # 24 + 4 x 112 <= 5 x 96, the allocation of 640 threads
             return 24, 112
         return (24, 240) if self.consumers < 3 and self.sum_registers >= 192 else super().registers
 
     @property
     def stage_scales(self) -> int:
-        """Scales of one stage, a multiple of 4: of each row, then of the weights."""
-        return self.rows + 4
+        """Scales of one stage, a multiple of 4: of each row, then of the weights. With scales of 32 of k: of
+        all lines for each group, then what each copying warp says of them.
+        """
+        return (GROUPS * self.lines if self.narrow else self.rows) + 4
 
     @property
     def scale_warps(self) -> int:
         """Warps that copy the scales of one stage, up to 64 rows each; with turns each stage has one warp."""
-        return 1 if self.turns > 1 else min(3, -(-self.rows // 64))
+        return 1 if self.turns > 1 else min(3, -(-(self.lines if self.narrow else self.rows) // 64))
 
     @property
     def scale_bytes(self) -> int:
@@ -133,11 +164,12 @@ class BlockConfig(KernelConfig):
     def label(self) -> str:
         """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns,
         blocks at a time, ``t2`` of two turns, ``o`` if ordered, ``g`` where clusters of a GPC take
-        neighbouring tiles, ``sk`` of stream-K.
+        neighbouring tiles, ``sk`` of stream-K, ``n`` of scales of 32 of k.
         """
         kind = "few" if self.few else "many"
         turns = f"{f' t{self.turns}' if self.turns > 1 else ''}{' o' if self.ordered else ''}"
         words = f"{turns}{' g' if self.gpc_aware else ''}{' sk' if self.streams else ''}"
+        words += " n" if self.narrow else ""
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{words}"

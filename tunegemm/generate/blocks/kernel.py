@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
+from tunegemm.generate.blocks.kernel_narrow import LineEnds, LineProducer, NarrowSums
 from tunegemm.generate.blocks.kernel_scales import SCALES_BARRIER, WORDS, Ends, Ring, ScaleProducer, Scales
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel import consumer, gemm
@@ -53,7 +54,7 @@ SMALL, LARGE = 2.0**-100, 2.0**100
 
 
 @dataclass(frozen=True)
-class Consumer(consumer.Consumer):
+class Consumer(NarrowSums, consumer.Consumer):
     """One warpgroup: the main loop, and what follows it for each work unit."""
 
     sScales: Any = None
@@ -78,7 +79,7 @@ class Consumer(consumer.Consumer):
         tCrB = tiled_mma.make_fragment_B(slice_mma.partition_B(self.sB))  # (MMA, MMA_N, MMA_K, STAGE)
         fragments = tCrA, tCrB
         sums = cute.make_rmem_tensor(config.accumulator_registers, Float32)
-        parts = [  # (MMA, 1, 1) each: of one block and one WGMMA's rows
+        parts = [  # (MMA, 1, 1) each: of one block, or group of 32 of k, and one WGMMA's rows
             cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32) for _ in range(config.parts)
         ]
         ring = self.ring.for_consumer(lane, cta)
@@ -174,7 +175,9 @@ class Consumer(consumer.Consumer):
         With many rows a thread reads the scales of a block while it multiplies the one before, so that they
         are there before the sums.
         """
-        if const_expr(self.config.parts == 2):
+        if const_expr(self.config.narrow):
+            state = self.sum_groups(sums, parts, fragments, ring, state, k_tiles)
+        elif const_expr(self.config.parts == 2):
             state = self.sum_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
         else:
             kept = self.kept_scales()
@@ -416,6 +419,7 @@ class Gemm:
         """Encode the TMA descriptors and launch.
 
         arguments: those of `cute_sm90`, `Scales`, the stream. Of few rows A is the weights, and m their N.
+        With scales of 32 of k `batch` is the number of the weights' rows that share a scale.
         """
         count = len(gemm.Arguments._fields)
         scales = Scales(*arguments[count : count + WORDS])
@@ -465,6 +469,8 @@ class Gemm:
         )  # fmt: skip
         columns = m if const_expr(config.few) else n
         ends = Ends(rows, cute.ceil_div(columns, BLOCK), k_tiles)
+        if const_expr(config.narrow):
+            ends = LineEnds(rows, columns, cute.ceil_div(k, config.scale_k), given.batch)
         workspace = Workspace(
             cute.make_ptr(dtypes.acc, given.partials_address, cute.AddressSpace.gmem, assumed_align=16),
             cute.make_ptr(Int32, given.counters_address, cute.AddressSpace.gmem, assumed_align=4),
@@ -496,7 +502,7 @@ class Gemm:
         workspace: Workspace,
         first_tiles: cute.Pointer,
         scales: Scales,
-        ends: Ends,
+        ends: Ends | LineEnds,
     ):
         """`tensors`: A, B, D."""
         config = self.config
@@ -552,7 +558,8 @@ class Gemm:
                 if const_expr(config.turns == 1):
                     turn, part = Int32(0), warp_index - 1
                 own = thread % 32, turn, part
-                ScaleProducer(config, scales, ends, sScales, ring, *own).run(schedule)
+                copier = LineProducer if const_expr(config.narrow) else ScaleProducer
+                copier(config, scales, ends, sScales, ring, *own).run(schedule)
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             if const_expr(config.cluster_size > 1):
