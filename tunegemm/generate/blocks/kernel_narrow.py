@@ -141,18 +141,7 @@ class LineProducer(ScaleProducer):
         pending = Int32(0)
         unit = schedule.first()
         while schedule.has(unit):
-            tile = schedule.tile(unit.index)
-            block = unit.first_k_tile
-            if const_expr(not schedule.streams):
-                block = tile.split * schedule.params.k_tiles
-            origin = schedule.origin(tile)
-            row, column = origin.row, origin.column
-            if const_expr(config.few):
-                row, column = origin.column, origin.row
-            first, end = Int32(0), state
-            if const_expr(config.turns > 1):
-                first, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
-                state = ring.skip(state, first)
+            row, column, block, first, state, end = self.of_unit(schedule, unit, state)
             rows.offsets_of(of_rows, row, ends.rows - 1, 1)
             weights.offsets_of(of_weights, column, ends.columns - 1, ends.sharing)
             left = ends.k - (block + first) * GROUPS

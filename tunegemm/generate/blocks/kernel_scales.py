@@ -107,6 +107,25 @@ class ScaleProducer:
     """Which of the warps with the same stages this is: each copies as many rows."""
 
     @cute.jit
+    def of_unit(self, schedule, unit, state):
+        """Where a work unit begins: its row, column and block of k, and which of its blocks is this turn's
+        first; then the stages of that block and of the next unit.
+        """
+        config, ring, tile = self.config, self.ring, schedule.tile(unit.index)
+        block = unit.first_k_tile
+        if const_expr(not schedule.streams):
+            block = tile.split * schedule.params.k_tiles
+        origin = schedule.origin(tile)
+        row, column = origin.row, origin.column
+        if const_expr(config.few):
+            row, column = origin.column, origin.row
+        first, end = Int32(0), state
+        if const_expr(config.turns > 1):
+            first, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
+            state = ring.skip(state, first)
+        return row, column, block, first, state, end
+
+    @cute.jit
     def run(self, schedule):
         """Work unit after work unit, as the producer of tiles."""
         config, ring, scales, ends = self.config, self.ring, self.scales, self.ends
@@ -119,18 +138,7 @@ class ScaleProducer:
         state = ring.producer_start()
         unit = schedule.first()
         while schedule.has(unit):
-            tile = schedule.tile(unit.index)
-            block = unit.first_k_tile
-            if const_expr(not schedule.streams):
-                block = tile.split * schedule.params.k_tiles
-            origin = schedule.origin(tile)
-            row, column = origin.row, origin.column
-            if const_expr(config.few):
-                row, column = origin.column, origin.row
-            first, end = Int32(0), state
-            if const_expr(config.turns > 1):
-                first, end = ring.before_turn(state, self.turn), ring.skip(state, unit.k_tiles)
-                state = ring.skip(state, first)
+            row, column, block, first, state, end = self.of_unit(schedule, unit, state)
             # Behind the last row that one's: nothing of it is stored.
             rows.set(offsets, ends.rows - 1 - row)
             begin = Int64(block + first)
