@@ -84,8 +84,9 @@ def scales(kind: str, lines: int, count: int) -> torch.Tensor:
     """
     if kind in ("e8m0", "wide", "every"):
         first, end = {"e8m0": (117, 137), "wide": (0, 255), "every": (0, 256)}[kind]
-        values = torch.randint(first, end, (lines, -(-count // 4) * 4), device=WHERE, dtype=torch.uint8)
-        return beside_nan(values.view(E8M0), 4)[:, :count]
+        memory = torch.full((lines + 4, -(-count // 4) * 4 + 8), 255, device=WHERE, dtype=torch.uint8)
+        memory[2:-2, 4:-4].random_(first, end)
+        return memory.view(E8M0)[2:-2, 4 : 4 + count]
     if kind == "usual":
         return torch.rand(lines, count, device=WHERE) * 1e-2 + 1e-3
     if kind == "hostile":
@@ -226,8 +227,8 @@ def test_the_public_door_takes_scales_of_32_of_k(rows: int) -> None:
         for across in (n, n // NARROW):
             scale_a, scale_b = scales("e8m0", rows, count), scales("e8m0", across, count)
             wanted = reference(a, weight, scale_a, scale_b, NARROW)
-            apart = torch.empty(rows, count + 1, device=WHERE, dtype=torch.uint8).view(E8M0)[:, 1:]
-            apart.copy_(scale_a)
+            apart = torch.empty(rows, count + 1, device=WHERE, dtype=torch.uint8)[:, 1:]
+            apart = apart.copy_(scale_a.view(torch.uint8)).view(E8M0)
             for given in ((scale_a, scale_b), (apart, scale_b), (scale_a.float(), scale_b.float())):
                 out = tunegemm.scaled_mm(a, weight.t(), given[0], given[1].t(), out_dtype=out_dtype)
                 assert bool(near(out, *wanted, name).all())

@@ -29,6 +29,16 @@ def test_every_number_of_rows_has_a_kernel(gpu: str, out_dtype: str) -> None:
             assert choice.split_k in splits_of(choice.config, rows, n, k)
 
 
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp32"])
+def test_scales_of_32_of_k_have_kernels_of_their_own_up_to_2048_rows(out_dtype: str) -> None:
+    for rows in (*range(1, 301), 2048):
+        for n, k in ((8, 16), (2112, 7168), (7168, 2048)):
+            choice = choose(rows, n, k, out_dtype=out_dtype, scale_k=32)
+            assert choice is not None and choice.config.narrow and choice.config.out_dtype == out_dtype
+    assert choose(2049, 7168, 2048, scale_k=32) is None  # torch, by bf16 copies
+    assert not any(each.config.narrow for each in candidates())
+
+
 @pytest.mark.parametrize("gpu", GPUS)
 def test_few_tiles_of_a_long_k_are_split_and_many_are_not(gpu: str) -> None:
     few = choose(1, 512, 16384, gpu=gpu)

@@ -169,7 +169,7 @@ def emulated(
     is_exact = a.is_cuda and scale_a.dtype == scale_b.dtype == _E8M0
     dtype = torch.bfloat16 if is_exact else torch.float32
     if scale_b.shape[1] != n:
-        scale_b = scale_b.repeat_interleave(scale_k, 1)[:, :n]
+        scale_b = scale_b.to(dtype).repeat_interleave(scale_k, 1)[:, :n]
     left = _scaled(a, scale_a, scale_k, dtype)
     right = _scaled(b.t(), scale_b.t(), scale_k, dtype).t()
     with torch._C._DisableAutocast():  # else the product would be one of 16-bit operands
