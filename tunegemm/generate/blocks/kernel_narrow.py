@@ -188,7 +188,7 @@ class NarrowSums:
     @cute.jit
     def sum_groups(self, sums, parts, fragments, ring, state, k_tiles):
         """`sum`: a warpgroup has up to `parts` groups in the tensor cores, and promotes them in turn."""
-        count = self.config.parts
+        count, early = self.config.parts, self.config.reads_early
         for _ in cutlass.range(k_tiles, unroll=1):
             ring.wait_full(state)
             for group in cutlass.range_constexpr(count):
@@ -196,14 +196,14 @@ class NarrowSums:
             own, plain = self.own_scales(state.stage), self.are_usual(state.stage)
             for group in cutlass.range_constexpr(GROUPS):
                 pairs, is_last = self.pairs_of(state.stage, group), const_expr(group == GROUPS - 1)
-                if const_expr(self.config.reads_early):
+                if const_expr(early):
                     pairs = self.kept(pairs)
                 warpgroup.wait_group(min(count, GROUPS - group) - 1)
-                if const_expr(is_last and self.config.reads_early):
+                if const_expr(is_last and early):
                     ring.release(state.stage)
                 part = parts[group % count]
                 self.promote_group(sums, part, (own[2 * group], own[2 * group + 1]), pairs, plain)
-                if const_expr(is_last and not self.config.reads_early):
+                if const_expr(is_last and not early):
                     ring.release(state.stage)
                 if const_expr(group + count < GROUPS):
                     self.multiply_group(part, fragments, group + count, state.stage)
@@ -252,17 +252,12 @@ class NarrowSums:
         multiplied twice; by the smaller scale first where one of the stage's is unusual.
         """
         if plain:
-            for columns in cutlass.range_constexpr(self.config.tile_n // 8):
-                pair = cute.make_rmem_tensor(2, Float32)
-                cute.autovec_copy(pairs[(None, columns)], pair)
-                for value in cutlass.range_constexpr(4):
-                    index = columns * 4 + value
-                    sums[index] = sums[index] + part[index] * own[value // 2] * pair[value % 2]
+            for index in cutlass.range_constexpr(self.config.atom_registers):
+                scale, other = own[index // 2 % 2], pairs[index % 2, index // 4]
+                sums[index] = sums[index] + part[index] * scale * other
         else:
-            for columns in cutlass.range_constexpr(self.config.tile_n // 8):
-                for value in cutlass.range_constexpr(4):
-                    index, one, other = columns * 4 + value, own[value // 2], pairs[value % 2, columns]
-                    first, second = one, other
-                    if cutlass.max(one, -one) > cutlass.max(other, -other):  # not of NaN
-                        first, second = other, one
-                    sums[index] = sums[index] + part[index] * first * second
+            for index in cutlass.range_constexpr(self.config.atom_registers):
+                first, second = own[index // 2 % 2], pairs[index % 2, index // 4]
+                if cutlass.max(first, -first) > cutlass.max(second, -second):  # not of NaN
+                    first, second = second, first
+                sums[index] = sums[index] + part[index] * first * second
