@@ -207,7 +207,9 @@ def launch_blocks(once: bool) -> None:
         scale_a, scale_b = torch.ones(along, 150, device="cuda").t(), torch.ones(3, along, device="cuda")
         if config.narrow:  # E8M0 of lines of units of 4 bytes, and fp32
             along = -(-k // 32)
-            scale_a = torch.ones(150, along + 4 - along % 4, device="cuda").to(torch.float8_e8m0fnu)[:, :along]
+            scale_a = torch.ones(150, along + 4 - along % 4, device="cuda").to(torch.float8_e8m0fnu)[
+                :, :along
+            ]
             scale_b = torch.ones(9, along, device="cuda")
         for split_k in (1, 2):
             out = torch.zeros(150, 264, device="cuda", dtype=torch.bfloat16)

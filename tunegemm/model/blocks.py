@@ -139,19 +139,19 @@ def candidates(out_dtype: str = "bf16", path: Path | None = None, scale_k: int =
 def table(data: dict[str, Any]) -> tuple[tuple[Listed, ...], Listed]:
     """The kernels, and torch's as one of them."""
     values = dict(zip(data["parameters"], data["torch"]["values"], strict=True))
-    return _kernels(data, "kernels"), _listed("torch", values, "bf16", data["torch"])
+    return _kernels(data, data["kernels"]), _listed("torch", values, "bf16", data["torch"])
 
 
 @reader_of("blocks.toml")
 def narrow(data: dict[str, Any]) -> tuple[Listed, ...]:
     """The kernels of scales of 32 of k."""
-    return _kernels(data, "narrow", scale_k=NARROW)
+    return _kernels(data, data.get("narrow", {}), scale_k=NARROW)
 
 
-def _kernels(data: dict[str, Any], part: str, **more: int) -> tuple[Listed, ...]:
+def _kernels(data: dict[str, Any], lines: dict[str, Any], **more: int) -> tuple[Listed, ...]:
     return tuple(
         _listed(name, dict(zip(data["parameters"], line["values"], strict=True)) | more, dtype, line)
-        for name, line in data.get(part, {}).items()
+        for name, line in lines.items()
         for dtype in line.get("dtypes", data["dtypes"])
     )
 
