@@ -185,7 +185,7 @@ def written(text: str, kernels: Iterable[Listed], torchs: Listed, note: str) -> 
     """A table's text with these kernels, torch's times, and the note in place of the one before."""
     names, lines = tomllib.loads(text)["parameters"], []
     for each in kernels:
-        own = {"form": "few" if each.config.few else "many", "stream_k": each.config.streams}
+        own = {"form": "few" if each.config.few else "many"}
         values = json.dumps([own.get(name, getattr(each.config, name, None)) for name in names])
         times = ", ".join(f"{word} = {getattr(each, word):.0f}" for word in WORDS)
         last = "" if (dtypes := dtypes_of(each)) == DTYPES else f", dtypes = {json.dumps(dtypes)}"

@@ -47,7 +47,7 @@ def test_warpgroups_and_subtiles_divide_a_tile(config: BlockGroupConfig) -> None
 def test_labels_tell_kernels_apart() -> None:
     assert [each.label for each in CONFIGS] == [
         "64x16x128 s12 e16 p2", "128x16x128 s11 e16 p2", "128x32x128 s10 e32 p2",
-        "128x128x128 s5 e64 p2 c2 many",
+        "128x128x128 s5 e64 p2 c2 many", "192x128x128 s4 e64 p1 many",
     ]  # fmt: skip
     wide = dataclasses.replace(CONFIGS[-1], tile_n=256)
     assert (wide.tile_warpgroups, wide.atoms_per_warpgroup) == (2, 2)

@@ -14,7 +14,7 @@ from tunegemm.resources import data_path
 @pytest.mark.parametrize("groups", [1, 8])
 def test_the_first_serves_whose_rows_a_group_are_enough(groups: int) -> None:
     """Of each kernel at its most rows, and at one row more, which the next one serves."""
-    kernels, most = listed(), [3, 12, 24]
+    kernels, most = listed(), [3, 12, 24, 64]
     assert len(set(kernels)) == len(kernels)
     assert [choose(rows * groups, groups) for rows in most] == list(kernels[:-1])
     assert [choose(rows * groups + 1, groups) for rows in most] == list(kernels[1:])

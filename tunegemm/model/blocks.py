@@ -15,7 +15,6 @@ from typing import Any
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, NARROW
 from tunegemm.generate.blocks.config import BlockConfig
-from tunegemm.generate.tiles import divided
 from tunegemm.model.tables import reader_of
 
 _SMS = 132
@@ -59,8 +58,7 @@ class Listed:
     tile_ns: float
     """Time of a tile beyond that of its blocks."""
     split_ns: float
-    """Time to add up k splits, each time that their number doubles, or the parts of tiles that stream-K
-    cuts."""
+    """Time to add up k splits, each time that their number doubles."""
 
     def estimate(self, rows: int, n: int, k: int, split_k: int, gpu: str) -> float:
         """Estimated nanoseconds of a product."""
@@ -74,13 +72,6 @@ class Listed:
             return max(self.block_ns, weight_bytes * active / memory, weight_bytes / of_sm)
 
         resident = _SMS // size
-        clusters, split, units = divided(self.config.streams, tiles, count, split_k, resident)
-        if self.config.streams:
-            total = _LAUNCH_NS
-            total += (tiles - split) // clusters * (count * block(clusters * size) + self.tile_ns)
-            if units:
-                total += -(-split * count // clusters) * block(clusters * size) + self.tile_ns + self.split_ns
-            return total
         total = _LAUNCH_NS + self.split_ns * (split_k - 1).bit_length()
         waves, rest = divmod(tiles * split_k, resident)
         for active, times in ((resident, waves), (rest, 1 if rest else 0)):
@@ -103,7 +94,7 @@ def choose(
     results = [
         (each.estimate(rows, n, k, split, gpu), each.name, split, each)
         for each in candidates(out_dtype, path, scale_k)
-        if each.first_row <= rows <= each.last_row and (may_split or not each.config.streams)
+        if each.first_row <= rows <= each.last_row
         for split in (splits_of(each.config, rows, n, k) if may_split else [1])
     ]
     if not results:
@@ -117,8 +108,6 @@ def choose(
 
 def splits_of(config: BlockConfig, rows: int, n: int, k: int) -> list[int]:
     """The numbers of k splits that a kernel may use: above 1 only if its tiles leave multiprocessors idle."""
-    if config.streams:
-        return [1]
     tiles, count = blocks.tiles_of(config, rows, n) * config.cluster_size, -(-k // BLOCK)
     most = min(_MOST_SPLITS, count // _LEAST_BLOCKS, 2 * _SMS // tiles)
     return [1, *range(2, most + 1)]

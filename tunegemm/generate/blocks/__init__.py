@@ -28,27 +28,24 @@ _OUT_DTYPES = [TORCHS[dtype] for dtype in ("bf16", "fp16", "fp32")]
 
 
 def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> BlockConfig:
-    """The config of a kernel. parameters: its `form`, few or many, `stream_k`, and the fields without a
-    default, `turns` among them if it is not 1. Raises ValueError where the kernel would hang.
+    """The config of a kernel. parameters: its `form`, few or many, and the fields without a default, `turns`
+    among them if it is not 1. Raises ValueError where the kernel would hang or compute something else.
     """
     fields = dict(parameters)
     few = fields.pop("form") == "few"
-    fields["tile_scheduler"] = "stream_k" if fields.pop("stream_k") else "static"
     config = BlockConfig(
         schedule="cooperative", tile_k=BLOCK, in_dtype="fp8_e4m3", out_dtype=out_dtype, a_major="k",
-        b_major="k", out_major="m" if few else "n", accumulation="two_level", **fields,
+        b_major="k", out_major="m" if few else "n", accumulation="two_level", gpc_aware=False, **fields,
     )  # fmt: skip
     if config.stages % config.turns:
         raise ValueError(f"{config.label}: two turns need an even number of stages")
-    if config.narrow and (config.ordered or config.atoms_per_warpgroup > 1 or GROUPS % config.parts):
-        raise ValueError(
-            f"{config.label}: with scales of 32 of k a warpgroup has one WGMMA's rows, not ordered"
-        )
+    if config.narrow and (config.atoms_per_warpgroup > 1 or GROUPS % config.parts):
+        raise ValueError(f"{config.label}: with scales of 32 of k a warpgroup has one WGMMA's rows")
+    if config.parts > 1 and config.atoms_per_warpgroup > 1:
+        raise ValueError(f"{config.label}: a warpgroup of two WGMMAs' rows has one block at a time")
     # With many rows a warpgroup waits for the next stage's scales before it gives one back.
     if config.stages // config.turns < (2 if config.narrow else max(config.parts, 1 if few else 2)):
         raise ValueError(f"{config.label}: each turn needs as many stages as it has blocks at a time, or two")
-    if config.turns > 1 and config.ordered:
-        raise ValueError(f"{config.label}: two turns use the barriers of ordered warpgroups")
     producer, consumer = config.registers
     if producer + config.consumers * consumer > config.launch_registers * (config.consumers + 1):
         raise ValueError(f"{config.label}: no register budgets for {config.consumers} consumer warpgroups")
@@ -107,7 +104,7 @@ class BlockKernel(LoadedKernel[BlockConfig]):
             lines[:2], extents, l2_hint = lines[1::-1], extents[::-1], (3 - l2_hint) % 3
         resident = device.resident_clusters(config.cluster_size)
         tiles = tiles_of(config, rows, n)
-        clusters, split, units = divided(config.streams, tiles, -(-k // BLOCK), split_k, resident)
+        clusters, split, units = divided(False, tiles, -(-k // BLOCK), split_k, resident)
         order = Order.of(config, device, clusters, swizzle_size, along_m)
         workspace = sums_of(config, units, device.index)
         fixed = (

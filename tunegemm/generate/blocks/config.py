@@ -32,10 +32,6 @@ class BlockConfig(KernelConfig):
     """1, or 2: two warpgroups take the blocks of k of the same rows in turn, as a warpgroup waits for most
     of the time that a block takes it. The number of stages is even then.
     """
-    ordered: bool = False
-    """Whether the warpgroups of a tile begin to multiply one after the other, so that each adds up its sums
-    while the tensor cores have another's.
-    """
     scale_k: int = BLOCK
     """Values of k that share a scale: 128, or 32. With 32 `parts` counts WGMMAs whose sums a warpgroup has at
     a time.
@@ -72,11 +68,6 @@ class BlockConfig(KernelConfig):
     def few(self) -> bool:
         """Whether the rows of the product are the kernel's n."""
         return self.out_major == "m"
-
-    @property
-    def streams(self) -> bool:
-        """Whether each cluster gets as many blocks of k (`cute_sm90`'s stream-K), not whole tiles."""
-        return self.tile_scheduler == "stream_k"
 
     @property
     def rows(self) -> int:
@@ -163,13 +154,10 @@ class BlockConfig(KernelConfig):
     @property
     def label(self) -> str:
         """``many128x160x128 s5 c2x1 e32 p2``: for how many rows, tile, stages, cluster, epilogue columns,
-        blocks at a time, ``t2`` of two turns, ``o`` if ordered, ``g`` where clusters of a GPC take
-        neighbouring tiles, ``sk`` of stream-K, ``n`` of scales of 32 of k.
+        blocks at a time, ``t2`` of two turns, ``n`` of scales of 32 of k.
         """
         kind = "few" if self.few else "many"
-        turns = f"{f' t{self.turns}' if self.turns > 1 else ''}{' o' if self.ordered else ''}"
-        words = f"{turns}{' g' if self.gpc_aware else ''}{' sk' if self.streams else ''}"
-        words += " n" if self.narrow else ""
+        words = f"{f' t{self.turns}' if self.turns > 1 else ''}{' n' if self.narrow else ''}"
         return (
             f"{kind}{self.tile_m}x{self.tile_n}x{self.tile_k} s{self.stages} "
             f"c{self.cluster_m}x{self.cluster_n} e{self.epi_n} p{self.parts}{words}"

@@ -40,15 +40,12 @@ from tunegemm.generate.cute_sm90.kernel.schedule import (
     Schedule,
     ScheduleParams,
     first_index,
-    streams,
 )
 from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 
 #: Between the two turns, for each warpgroup of a tile: sums are there, and they were taken.
 THERE_BARRIER = SCALES_BARRIER + 1
 TAKEN_BARRIER = THERE_BARRIER + 3
-#: Of ordered warpgroups, which have no turns: this one may begin to multiply.
-NEXT_BARRIER = THERE_BARRIER
 #: Magnitudes of a product of scales by which a block's sum is multiplied at once.
 SMALL, LARGE = 2.0**-100, 2.0**100
 
@@ -85,9 +82,6 @@ class Consumer(NarrowSums, consumer.Consumer):
         ring = self.ring.for_consumer(lane, cta)
         phases = Int32(0)
         state = ring.consumer_start()
-        if const_expr(config.ordered):
-            if self.group == config.tile_warpgroups - 1:
-                self.let_next()
         unit = schedule.first()
         first = unit.index
         while schedule.has(unit):
@@ -151,14 +145,6 @@ class Consumer(NarrowSums, consumer.Consumer):
             for chunk in cutlass.range_constexpr(chunks):
                 cute.autovec_copy(own[(None, chunk)], self.exchange[(None, chunk)])
             self.arrive(THERE_BARRIER)
-
-    @cute.jit
-    def let_next(self):
-        """Of ordered warpgroups: the next one may begin to multiply."""
-        following = self.group + 1
-        if following == self.config.tile_warpgroups:
-            following = Int32(0)
-        cute.arch.barrier_arrive(barrier_id=NEXT_BARRIER + following, number_of_threads=2 * WARPGROUP_THREADS)
 
     def sync(self, barrier):
         """Wait for another warpgroup."""
@@ -237,16 +223,12 @@ class Consumer(NarrowSums, consumer.Consumer):
     def multiply(self, part, fragments, atom: cutlass.Constexpr, stage):
         """Begin the WGMMAs of one block of k and one WGMMA's rows."""
         tCrA, tCrB = fragments
-        if const_expr(self.config.ordered):
-            self.sync(NEXT_BARRIER)
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
             a = cute.append_ones(tCrA[(None, atom, block, stage)])  # (MMA, 1)
             mma = self.tiled_mma if block == 0 else self.adding
             cute.gemm(mma, part, a, tCrB[(None, None, block, stage)], part)
         warpgroup.commit_group()
-        if const_expr(self.config.ordered):
-            self.let_next()
 
     @cute.jit
     def add(
@@ -457,9 +439,6 @@ class Gemm:
             last_row, last_column = last_column, last_row
         k_tiles = cute.ceil_div(k, config.tile_k)
         of_unit = cute.ceil_div(k_tiles, given.split_k)
-        if const_expr(streams(config)):
-            # Tiles that overlap may be cut at different places, and differ in the last bits.
-            of_unit, last_row, last_column = k_tiles, Int32(NOWHERE), Int32(NOWHERE)
         params = ScheduleParams(
             of_unit,
             cute.ceil_div(m, config.tile_m * config.cluster_m),

@@ -112,9 +112,7 @@ class ScaleProducer:
         first; then the stages of that block and of the next unit.
         """
         config, ring, tile = self.config, self.ring, schedule.tile(unit.index)
-        block = unit.first_k_tile
-        if const_expr(not schedule.streams):
-            block = tile.split * schedule.params.k_tiles
+        block = tile.split * schedule.params.k_tiles
         origin = schedule.origin(tile)
         row, column = origin.row, origin.column
         if const_expr(config.few):
