@@ -80,7 +80,12 @@ class Dispatcher:
     def __init__(self, planner: Planner | None = None) -> None:
         self.planner = planner or Planner()
         self._empty = self.planner.allocate
-        self._below_autograd = partial(self.product, BELOW_AUTOGRAD)
+        self.below_autograd = partial(self.product, BELOW_AUTOGRAD)
+        """The product ``a @ b``, with ``out`` if given, by a recorded kernel; None if torch should compute it.
+
+        For callers below autograd, transforms and modes. The user did not write these calls, so their strides
+        cause no warning: only a missing record does.
+        """
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """See `tunegemm.matmul`."""
@@ -91,14 +96,6 @@ class Dispatcher:
         if bias is None:
             return self.product(LINEAR, x, weight)
         return self.fused(form_of(LINEAR, "bias_n"), x, weight, (bias,))
-
-    def below_autograd(self, a: Any, b: Any, out: Any = None) -> Any:
-        """The product ``a @ b`` by a recorded kernel, or None if torch should compute it.
-
-        For callers below autograd, transforms and modes. The user did not write these calls, so their strides
-        cause no warning: only a missing record does.
-        """
-        return self.product(BELOW_AUTOGRAD, a, b, out)
 
     def product(self, call: int, a: Any, b: Any, out: Any = None) -> Any:
         """The result of a call such as `MATMUL` for a and b."""
@@ -407,7 +404,7 @@ class Dispatcher:
         self, form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequence[float]
     ) -> Any:
         """Compute with torch's operations and dispatched products, also in the backward pass."""
-        linear, product = form.call == LINEAR, self._below_autograd
+        linear, product = form.call == LINEAR, self.below_autograd
 
         def multiply(*_: Any) -> Any:
             return differentiably(product, a, b, linear)
