@@ -35,7 +35,7 @@ def planted(device: Device) -> tuple[Dispatcher, Kernel]:
 
     def prepare(record: Record, device: Device) -> Prepared:
         assert reduction_class(record.problem, record.candidate) == "ordered"
-        return Prepared(watched, tma=True, ratio=record.ratio)
+        return Prepared(watched, tma=True)
 
     rows = [
         Row(Problem(32, 48, 64), device.fingerprint, kernel(split_k=2)),

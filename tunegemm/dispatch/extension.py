@@ -443,8 +443,7 @@ def serves_by(form: Form, rows: int, weight: torch.Tensor) -> str:
     a = torch.empty(rows, weight.shape[0], dtype=weight.dtype, device="meta")
     b = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device="meta")
     result = api.dispatcher.planner.expected(form, a, b, weight.device.index or 0)
-    record = result[2].record if result is not None else None
-    return record.candidate.family if record is not None else ""
+    return "" if result is None else result[2].candidate.family
 
 
 def fingerprint(*, anywhere: bool = False) -> str:

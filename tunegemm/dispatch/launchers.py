@@ -44,8 +44,6 @@ class Prepared:
     """Whether it reads through TMA: needs 16-byte addresses and strides."""
     packed: bool = False
     """Needs dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
-    ratio: float = 0.0
-    """Speed relative to torch: the record's, or the expected one of a near hit."""
     record: Record | None = None
     """The record it was prepared from; None in `TORCH`."""
 

@@ -353,10 +353,10 @@ class Planner:
         result = self.expected(form, a, b, index)
         if result is None:
             return any_m and self._is_any_predicted(form, a, b, index)
-        problem, known, expected = result
+        problem, known, record = result
         if self.state.policy.is_batch_invariant:  # the compiler would call torch's product
             return True
-        return expected.ratio >= least_ratio(problem, known)
+        return record.ratio >= least_ratio(problem, known)
 
     def _has_records(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether there is a record for any number of rows."""
@@ -382,9 +382,9 @@ class Planner:
 
     def expected(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int
-    ) -> tuple[Problem, Device, Prepared | Compiling] | None:
-        """The problem, the device and the kernel that `serves` judges; None without a kernel. The kernel
-        is ready or being compiled, and may not gain in compiled code."""
+    ) -> tuple[Problem, Device, Record] | None:
+        """The problem, the device and the record of the kernel that `serves` judges; None without a kernel.
+        The kernel is ready or being compiled, and may not gain in compiled code."""
         if self.is_off or deterministic():
             return None
         with self.lock, torch.inference_mode(False), torch.no_grad():
@@ -397,7 +397,8 @@ class Planner:
         # Compiled code is kept, even on disk, so it must be able to use the kernel once that is ready.
         if known is None or prepared is None or not (isinstance(prepared, Compiling) or prepared.launch):
             return None
-        return problem, known, prepared
+        assert prepared.record is not None
+        return problem, known, prepared.record
 
     def fingerprint(self, *, anywhere: bool = False) -> str:
         """A hash of everything that `serves` depends on; anywhere: without the host's file times."""
@@ -447,7 +448,7 @@ class Planner:
             except Exception as error:  # the family of a foreign record may raise anything
                 why = named_error(error)
                 continue
-            result = replace(prepared, ratio=record.ratio, record=record)
+            result = replace(prepared, record=record)
             break
         else:
             answer = self._compile_first(state, problem, known, index, selection.options)

@@ -73,11 +73,6 @@ class Compiling(NamedTuple):
     launch: None = None
     """As in `Prepared`, which replaces this object."""
 
-    @property
-    def ratio(self) -> float:
-        """As in `Prepared`."""
-        return self.record.ratio
-
 
 class Composed:
     """Stands in for a plan: a tuned kernel computes the product, but not together with its epilogue."""
