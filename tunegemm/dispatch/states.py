@@ -67,9 +67,6 @@ class Compiling(NamedTuple):
     kernel: str
     """The kernel's name."""
     record: Record
-
-    waiting: set[tuple[Any, ...]]
-    """Keys of plans that fall back to torch until the kernel is compiled."""
     launch: None = None
     """As in `Prepared`, which replaces this object."""
 
@@ -122,25 +119,20 @@ class State:
                 continue
             if record.candidate.kernel == other.candidate.kernel:  # their dtypes and majors may differ
                 self.plans[key] = None
-                self.wait(problem, index, kernel, record).add(key)
+                self.prepared[problem, index] = Compiling(kernel, record)
         self.forget_checks()
-
-    def wait(self, problem: Problem, index: int, kernel: str, record: Record) -> set[tuple[Any, ...]]:
-        """Mark a problem's kernel as being compiled; returns the keys of the plans that wait for it."""
-        known = self.prepared.get((problem, index))
-        waiting = known.waiting if isinstance(known, Compiling) else set()
-        self.prepared[problem, index] = Compiling(kernel, record, waiting)
-        return waiting
 
     def forget_missing(self, kernel: str) -> None:
-        """Forget plans that fell back because this kernel was missing, so that they are made again."""
-        for place, prediction in list(self.prepared.items()):
-            if isinstance(prediction, Compiling) and prediction.kernel == kernel:
+        """Forget who waits for this kernel, and all plans that fell back to torch: those name no kernel."""
+        waits = [
+            place for place, item in self.prepared.items()
+            if isinstance(item, Compiling) and item.kernel == kernel
+        ]  # fmt: skip
+        if waits:
+            for place in waits:
                 del self.prepared[place]
-                for key in prediction.waiting:
-                    if not self.plans.get(key, key):
-                        del self.plans[key]
-        self.forget_checks()
+            self.plans = {key: plan for key, plan in self.plans.items() if plan}
+            self.forget_checks()
 
     def forget(self, problem: Problem) -> None:
         """Forget the plans of a problem, and all plans that fell back to torch, because those name no
