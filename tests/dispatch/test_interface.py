@@ -6,6 +6,7 @@ import atexit
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.support.waiting import until
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
+from tunegemm.dispatch.background import make_pool
 from tunegemm.dispatch.states import State
 from tunegemm.errors import ArtifactError, TunegemmWarning
 
@@ -47,7 +49,7 @@ class Doubled:
             return None, False
         key = {"name": f"doubled {a.dtype}", "what": self.what}
         try:
-            artifact = extension.compiled("doubled", key, compile_families.__name__)
+            artifact = extension.compiled("doubled", key)
         except ArtifactError as error:
             extension.warn(f"products doubled are torch's: {error}")
             extension.missed(Problem(a.shape[0], b.shape[1], a.shape[1]))
@@ -60,12 +62,12 @@ class Doubled:
 
 
 @pytest.fixture(autouse=True)
-def compiles(serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TUNEGEMM_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TUNEGEMM_COMPILE", "1")
     monkeypatch.setattr(extension, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
-    before = api.serve_by(serve())
+    before = api.serve_by(dispatcher_of([], pool=partial(make_pool, compile_families.__name__)))
     api.dispatcher.planner.notices.sum_up()
     yield
     api.serve_by(before)

@@ -36,7 +36,6 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.background import BackgroundCompiler, make_pool
 from tunegemm.dispatch.forms import Form
 from tunegemm.dispatch.fx import data_ptr
 from tunegemm.dispatch.guards import (
@@ -51,7 +50,6 @@ from tunegemm.dispatch.guards import (
 from tunegemm.dispatch.planning import LOOK_SECONDS, MAX_PLANS
 from tunegemm.dispatch.states import own
 from tunegemm.errors import ArtifactError, TunegemmError, one_line
-from tunegemm.generate import families
 from tunegemm.generate.generator import Kernels
 from tunegemm.generate.takes import NotTaken
 from tunegemm.store import packs
@@ -226,24 +224,16 @@ def _holds(known: Known, tensors: tuple[torch.Tensor, ...]) -> bool:
     return any(capturing(tensor.device) for tensor in tensors[:1]) or planner.look() is state
 
 
-_compilers: dict[str, BackgroundCompiler] = {}
 _kernels: dict[tuple[str, Any, int], Any] = {}
 
 
-def compiled(family: str, key: Key, module: str = families.__name__) -> Artifact | None:
+def compiled(family: str, key: Key) -> Artifact | None:
     """The object of a kernel that no record names: it ships, or is compiled in the background; None
     meanwhile. Raises ArtifactError if there will be none.
-
-    module: the module that a compile pool imports for the family, as for `CompilePool`.
     """
     artifact = packs.find(key)
     if artifact is None:
-        compiler = _compilers.get(module)
-        if compiler is None:
-            made = BackgroundCompiler(lambda kernel: None, partial(make_pool, module))
-            compiler = _compilers.setdefault(module, made)
-        compiler.is_on = api.dispatcher.planner.compiler.is_on
-        answer = compiler.ask_for(family, key)
+        answer = api.dispatcher.planner.compiler.ask_for(family, key)
         if not answer.kernel:
             why = answer.failure or answer.refusal or "TUNEGEMM_COMPILE=0 forbids compiling it"
             raise ArtifactError(why)
