@@ -93,7 +93,7 @@ class Steps:
 @pytest.fixture
 def steps(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Steps:
     found = Steps()
-    monkeypatch.setattr(routing, "routing", Routing(found.load, kernels.ALL))
+    monkeypatch.setattr(routing, "routing", Routing(found.load))
     return found
 
 
@@ -216,7 +216,7 @@ def test_a_device_without_kernels_is_no_news(
     def load(name: str, index: int) -> None:
         raise ArtifactError("it is no Hopper GPU")
 
-    monkeypatch.setattr(routing, "routing", Routing(load, kernels.ALL))
+    monkeypatch.setattr(routing, "routing", Routing(load))
     given = layer(dtype=torch.bfloat16)
     torch.testing.assert_close(tunegemm.experts(**given).float(), by_loops(**given), **BOUND)
     assert not recwarn.list
@@ -242,6 +242,7 @@ from tests.support.grouped import Loops
 from tests.support.serving import Row
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
+from tunegemm.errors import ArtifactError
 from tunegemm.generate import routing as kernels
 from tunegemm.generate.takes import UNIT_BYTES
 from tunegemm.model.grouped import configs
@@ -256,6 +257,8 @@ WORDS = {"index": torch.int32, "x": torch.int64, "rows": torch.int64, "place": t
 
 def load(name, index):
     kind, *words = name.split()
+    if kind not in ("route", "combine", "gate"):
+        raise ArtifactError("only these are interpreted")
     constants = {
         "route": lambda rows: {"own_rows": int(rows), "others": 256, "experts": 32, "words": 512},
         "combine": lambda *_: {"columns": kernels.COLUMNS, "together": 4},
@@ -273,7 +276,7 @@ def load(name, index):
 
 device = find_device("model:h200")
 grouped.groups = grouped.Groups(Loops().load)
-routing.routing = routing.Routing(load, ("route", "combine", "gate"))
+routing.routing = routing.Routing(load)
 api.serve_by(Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot([]), find=lambda spec: device)))
 gate = {"activation": routing.Gate()}
 for tokens, more in ((1, {}), (2, {}), (7, {"elsewhere": True}), (300, {}), (5, gate)):

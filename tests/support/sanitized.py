@@ -256,7 +256,7 @@ def launch_quantizers() -> None:
 
 def launch_around() -> None:
     """Kernels around grouped products: few choices and many, of experts that are here and others."""
-    steps = Routing(served=routing.ALL)
+    steps = Routing()
     for tokens, chosen, count in ((3, 2, 5), (150, 8, 40), (2100, 4, 9)):
         x = torch.ones(tokens, 144, device="cuda", dtype=torch.bfloat16)
         index = torch.randint(-1, count + 2, (tokens, chosen), device="cuda")

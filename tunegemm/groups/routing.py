@@ -6,7 +6,7 @@ compares, and until its kernel is compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,18 +61,14 @@ SILU = Gate(slope=1.0, limit=float("inf"), offset=0.0, interleaved=False)
 class Routing(extension.Family):
     """Runs the steps with kernels. The process's instance is `routing`."""
 
-    def __init__(
-        self,
-        load: Callable[[str, int], Bind | None] | None = None,
-        served: Collection[str] = kernels.ALL,
-    ) -> None:
+    def __init__(self, load: Callable[[str, int], Bind | None] | None = None) -> None:
         """load: returns the kernel with a name on the device with an index; None until it is compiled."""
         super().__init__(
             kernels.FAMILY, "steps around products of groups", "tunegemm.experts falls back to torch for them"
         )
         self._load = load or load_compiled
-        self.served = served
-        """The first words of the names of kernels that may serve; empty after a failed launch."""
+        self.has_failed = False
+        """Whether a launch failed; then no kernel serves any more."""
 
     def route(self, x: Any, index: Any, count: int) -> Routed | None:
         """Sort x's rows by the experts that `index` (tokens, chosen) names; there are `count` experts.
@@ -155,10 +151,9 @@ class Routing(extension.Family):
     ) -> tuple[list[str], Callable[[Sequence[Bind]], tuple[Launch, ...]]] | None:
         """See `Family.decide`."""
         planned = plan(*tensors, *more)
-        names = [each.name for each in planned]
-        if not planned or any(name.split()[0] not in self.served for name in names):
+        if not planned or self.has_failed:
             return None
-        return names, lambda binds: tuple(
+        return [each.name for each in planned], lambda binds: tuple(
             bind(each.ctas, **each.numbers) for bind, each in zip(binds, planned, strict=True)
         )
 
@@ -179,7 +174,7 @@ class Routing(extension.Family):
             return False
         except (RuntimeError, ValueError) as error:
             self.failed(tensors[0].device, error)
-            self.served = ()
+            self.has_failed = True
             self.launches.clear()
             return False
         return True

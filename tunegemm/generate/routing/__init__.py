@@ -14,8 +14,6 @@ from tunegemm.compile.triton_object import build, toolchain
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Kernels, Key
 from tunegemm.generate.takes import MOST, UNIT_BYTES, NotTaken, not_aligned
 
-#: The names of the kernels.
-ALL = ("route", "tally", "spread", "combine", "gate", "few", "few_up", "few_down")
 #: The choices that a block of `route` handles, by the most choices in all: it compares each with all.
 ROUTE_ROWS = {512: 1, 8192: 8}
 MOST_CHOICES = max(ROUTE_ROWS)
@@ -91,7 +89,7 @@ _KERNELS: tuple[Mapping[str, Any], ...] = (
         for other in (one, "fp32")
     ),
 )
-#: The compile-time choices of all kernels, by names whose first word is in `ALL`.
+#: The compile-time choices of all kernels, by their names, whose first word is the function's.
 _CHOICES = {" ".join(map(str, choices.values())): choices for choices in _KERNELS}
 
 
