@@ -88,6 +88,7 @@ class Planner:
         self.compiler = BackgroundCompiler(self._serve_compiled, pool)
         self._find, self._prepare, self._rivals = find, prepare, rivals
         self._devices: dict[int, Device | None] = {}
+        """Those on which products were planned, by index; None for one that cannot be found."""
         self.states = States()
         """The state of each policy. A state is replaced as a whole, so it can be read without a lock."""
         self._suspended: States | None = None
@@ -155,10 +156,6 @@ class Planner:
 
         return resume
 
-    def device(self, index: int) -> Device | None:
-        """The device of an index, if a product was planned on it."""
-        return self._devices.get(index)
-
     def tuned(self) -> list[tuple[Problem, Record]]:
         """The problems that have a plan with a tuned kernel, and the record of each."""
         with self.lock:
@@ -189,7 +186,7 @@ class Planner:
                 )
             return state, state.plans.get(key)
         with self.lock:
-            state = self._look() if known else self.state
+            state = self.look() if known else self.state
             if key in state.plans:
                 return state, state.plans[key]
             if self._is_missing(state, call):
@@ -234,31 +231,27 @@ class Planner:
                 state.forget(problem)
 
     def look(self) -> State:
-        """The state, after a check for published records if one is due."""
-        with self.lock:
-            return self._look()
-
-    def _look(self) -> State:
-        """The state, without its misses if records were published since they were read.
+        """The state, without its misses if a check is due and finds that records were published.
 
         Plans of tuned kernels and near hits stay, also for a thread that captures a graph meanwhile; better
         records for them wait for `refresh`.
         """
-        if time.monotonic() < self.next_look:
+        with self.lock:
+            if time.monotonic() < self.next_look:
+                return self.state
+            self.next_look = time.monotonic() + LOOK_SECONDS
+            for old in self._every_state():
+                changed = False
+                with suppress(Exception):  # `_read_records` has warned of it
+                    changed = old.snapshot is not None and self._modified() != old.snapshot.modified
+                if changed:
+                    new = State(old.policy)
+                    new.plans = {key: plan for key, plan in old.plans.items() if plan}
+                    new.prepared = {
+                        key: result for key, result in old.prepared.items() if result and result.launch
+                    }
+                    self.states.put(new)
             return self.state
-        self.next_look = time.monotonic() + LOOK_SECONDS
-        for old in self._every_state():
-            changed = False
-            with suppress(Exception):  # `_read_records` has warned of it
-                changed = old.snapshot is not None and self._modified() != old.snapshot.modified
-            if changed:
-                new = State(old.policy)
-                new.plans = {key: plan for key, plan in old.plans.items() if plan}
-                new.prepared = {
-                    key: result for key, result in old.prepared.items() if result and result.launch
-                }
-                self.states.put(new)
-        return self.state
 
     def _every_state(self) -> list[State]:
         return [*self.states.all(), *(self._suspended.all() if self._suspended else ())]
@@ -324,7 +317,7 @@ class Planner:
         ):
             return False  # the epilogue may bring sums that overflow fp16 back into its range
         index = a.device.index or 0
-        known, right = self.device(index), b.t() if form.call == LINEAR else b
+        known, right = self._devices.get(index), b.t() if form.call == LINEAR else b
         whole, operands = described(form, a, right, None), describe(a, right)
         if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
             return False
@@ -391,7 +384,7 @@ class Planner:
                 return None
             problem, state = operands.problem, self.state
             prepared = self._prepared(state, problem, index, form.name(a))
-            known = self.device(index)
+            known = self._devices.get(index)
         # Compiled code is kept, even on disk, so it must be able to use the kernel once that is ready.
         if known is None or prepared is None or not (isinstance(prepared, Compiling) or prepared.launch):
             return None
@@ -598,7 +591,7 @@ class Planner:
             raise error
         answer, index = Answer(), plan.device.index or 0
         with self.lock:
-            known = self.device(index)
+            known = self._devices.get(index)
             if plan.problem is not None and plan.record is not None and known is not None:
                 # A driver too old for a shipped kernel rejects it only at launch.
                 with self._guarded(state):
