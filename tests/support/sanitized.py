@@ -20,7 +20,7 @@ from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.operation import Operation
-from tunegemm.generate import along_k, block_groups, blocks, joined, quantize, routing
+from tunegemm.generate import along_k, block_groups, blocks, joined, quantize
 from tunegemm.generate.along_k import AlongK
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.blocks import BlockKernel

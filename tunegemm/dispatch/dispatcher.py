@@ -81,7 +81,7 @@ class Dispatcher:
         self.planner = planner or Planner()
         self._empty = self.planner.allocate
         self.below_autograd = partial(self.product, BELOW_AUTOGRAD)
-        """The product ``a @ b``, with ``out`` if given, by a recorded kernel; None if torch should compute it.
+        """The product of a and b, into `out` if given, by a recorded kernel; None if torch should compute it.
 
         For callers below autograd, transforms and modes. The user did not write these calls, so their strides
         cause no warning: only a missing record does.

@@ -55,13 +55,6 @@ from tunegemm.generate.takes import NotTaken
 from tunegemm.store import packs
 from tunegemm.store.record import Record
 
-__all__ = [
-    "Family", "Known", "LaunchCache", "allocation", "compiled", "define", "device_of", "device_type",
-    "fingerprint", "forget", "gpu_of", "is_hopper", "is_off", "library", "loaded", "may_load", "missed",
-    "observer", "operators", "policy", "recorded", "serves_by", "undifferentiable", "warn",
-    "without_derivative",
-]  # fmt: skip
-
 #: Replacements of ATen's operators, beyond those of two matrices, that `tunegemm.enable` installs: functions
 #: of torch's kernel, by the operator's name. Rooms add theirs when they are imported.
 operators: dict[str, Callable[[Any], Callable[..., Any]]] = {}
