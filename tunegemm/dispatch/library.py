@@ -138,7 +138,8 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tu
             refusal = refusal or str(error)
     if more:
         refusal = refusal or "with an out_dtype, which tunegemm.enable does not serve"
-    return Call(form_of(BELOW_AUTOGRAD, text), a, b, tensors, numbers, out), refusal
+    out_dtype = more[0] if more else None
+    return Call(form_of(BELOW_AUTOGRAD, text, out_dtype), a, b, tensors, numbers, out), refusal
 
 
 @cache

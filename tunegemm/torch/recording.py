@@ -216,7 +216,6 @@ class _Interception:
         """CUDA graphs that are being captured, the latest last."""
         self._graphs: weakref.WeakKeyDictionary[Any, list[_Key]] = weakref.WeakKeyDictionary()
         """What each captured graph computes."""
-        self._named: dict[_Key, Any] = {}
         self._kinds: dict[_Key, Kind] = {}
         self._timed: Counter[_Key] = Counter()
         """Timed calls since the last recording began."""
@@ -283,10 +282,7 @@ class _Interception:
         """A product of groups, with its gate."""
         if self._is_apart():
             return compute()
-        return self._count(
-            call.key, call.a, call.b, call.tensors, None, compute,
-            lambda: None, lambda _, result: call.kind(result),
-        )  # fmt: skip
+        return self._count(call.key, call.a, call.b, call.tensors, None, compute, lambda: call.kind)
 
     def _is_apart(self) -> bool:
         """Whether the current computation is not a call of the program: Inductor runs candidates while it
@@ -296,34 +292,32 @@ class _Interception:
     def _count_named(
         self, asked: _Asked, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
     ) -> Any:
-        return self._count(
-            asked, a, b, tensors, out, compute,
-            lambda: named(asked.form, a, b, tensors, out),
-            lambda results, result: kind_of(asked, results, a, b, result),
-        )  # fmt: skip
+        def describe() -> Callable[[Any], Kind]:
+            return partial(kind_of, asked, named(asked.form, a, b, tensors, out), a, b)
+
+        return self._count(asked, a, b, tensors, out, compute, describe)
 
     def _count(
         self, asked: Hashable, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any],
-        name: Callable[[], Any], kind: Callable[[Any, Any], Kind],
+        describe: Callable[[], Callable[[Any], Kind]],
     ) -> Any:  # fmt: skip
         """Count a call and return the result of `compute`.
 
-        name: describes the operands, before `compute` may change them. kind: makes the counted entry from
-        that description and the result. Equal calls run both once.
+        describe: describes the operands, before `compute` may change them, and returns what makes the counted
+        entry of the result. Equal calls run both once.
         """
         low = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT
-        call: _Key = (
+        key: _Key = (
             asked, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype, a.device.type, low & -low,
             a.dtype is torch.float32 and tf32_allowed(),
         )  # fmt: skip
         for tensor in (*tensors, out) if out is not None else tensors:
             low = tensor.data_ptr() % MAX_ALIGNMENT
-            call += (tensor.shape, tensor.stride(), tensor.dtype, low & -low)
-        results = None
-        if call not in self._named:  # before it is computed, which may give an output another size
-            results = name()
+            key += (tensor.shape, tensor.stride(), tensor.dtype, low & -low)
+        # Before it is computed, which may give an output another size.
+        kind = None if key in self._kinds else describe()
         captured = a.is_cuda and torch.cuda.is_current_stream_capturing()
-        clock = None if captured or self._timed[call] >= _TIMED else _Clock(a)
+        clock = None if captured or self._timed[key] >= _TIMED else _Clock(a)
         self._inside.on = True
         try:
             result = compute()
@@ -333,12 +327,10 @@ class _Interception:
             clock.stop()
         if result is None or 0 in a.shape or 0 in b.shape:  # None: the caller has torch's function
             return result
-        key = (*call, result.dtype, result.stride())
         with self.lock:
-            self._timed[call] += clock is not None
-            self._named.setdefault(call, results)
-            if key not in self._kinds:
-                self._kinds[key] = kind(self._named[call], result)
+            self._timed[key] += clock is not None
+            if kind is not None:
+                self._kinds[key] = kind(result)
             for recording in self.recordings:
                 tally = recording._tallies.setdefault(key, _Tally(self._kinds[key]))
                 tally.calls += not captured
