@@ -19,6 +19,11 @@ from tunegemm.dispatch.fx import num_elements, rank
 
 #: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x32, 1x128 and 128x128.
 _TENSOR_WISE, _ROW_WISE, _NARROW, _LINES, _BLOCKS = 0, 1, 3, 4, 5
+#: How the epilogue of a pair of recipes begins.
+_KINDS: dict[tuple[int, ...], str] = {
+    (_TENSOR_WISE, _TENSOR_WISE): "scale_tensor",
+    (_ROW_WISE, _ROW_WISE): "scale_rowwise",
+}
 #: Torch's fp8 product requires B's rows and columns to be multiples of this.
 _FP8_UNIT = 16
 
@@ -119,9 +124,18 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tu
     out, refusal = keywords.get("out"), operator.refusal
     tensors: tuple[torch.Tensor, ...] = ()
     numbers: tuple[float, ...] = ()
+    text = ""
     if operator.absorbs == SCALES:
-        text, tensors, out_dtype, is_fast = _scaled(name, a, b, more)
-        form = form_of(BELOW_AUTOGRAD, text, out_dtype, "fast" if is_fast else "two_level")
+        value = dict(zip(argument_names(name)[2:], more, strict=False))
+        bias, out_dtype = value.get("bias"), value.get("out_dtype")
+        if (scales := _scales(name, value)) is not None:
+            scale_a, scale_b, recipes = scales
+            text = scale_steps(a, b, scale_a, scale_b, bias is not None)
+            if recipes and not text.startswith(_KINDS.get(recipes, "others")):
+                text = ""
+            tensors = () if not text else (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
+        accumulation = "fast" if value.get("use_fast_accum") else "two_level"
+        form = form_of(BELOW_AUTOGRAD, text, out_dtype, accumulation)
         if not text:
             refusal = "unsupported scales: kernels take one per operand, or one per row and column"
         elif not (takes_fp8(a, b) and has_scales(text, a, out_dtype)):
@@ -129,7 +143,6 @@ def call_of(name: str, arguments: Sequence[Any], keywords: dict[str, Any]) -> tu
         return Call(form, a, b, tensors, (), out), refusal
     if name == "_int_mm":
         return Call(form_of(BELOW_AUTOGRAD, "", torch.int32), a, b, (), (), out), refusal
-    text = ""
     if operator.absorbs:
         beta, alpha = keywords.get("beta", 1), keywords.get("alpha", 1)
         try:
@@ -148,21 +161,16 @@ def argument_names(name: str) -> list[str]:
     return [each.name for each in getattr(torch.ops.aten, name).default._schema.arguments]
 
 
-def _scaled(
-    name: str, a: torch.Tensor, b: torch.Tensor, more: Sequence[Any]
-) -> tuple[str, tuple[torch.Tensor, ...], torch.dtype | None, bool]:
-    """Epilogue, its tensors, output dtype and whether sums are fast; no epilogue for other scales."""
-    arguments = dict(zip(argument_names(name)[2:], more, strict=False))
-    scales: tuple[Any, ...] = arguments["scale_a"], arguments["scale_b"]
-    bias = arguments.get("bias")
-    if name != "_scaled_mm":
-        text, scales = _recipe_steps(a, b, arguments)
-    elif arguments.get("scale_result") is None:
-        text = scale_steps(a, b, scales[0], scales[1], bias is not None)
-    else:
-        text = ""
-    tensors = () if not text else scales if bias is None else (*scales, bias)
-    return text, tensors, arguments.get("out_dtype"), bool(arguments.get("use_fast_accum", False))
+def _scales(name: str, value: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
+    """The scales of a scaled product's operands, and their recipes if its operator has those; None for a
+    scale of the result, several for one operand, and swizzled ones. value: the arguments by name."""
+    scale_a, scale_b = value["scale_a"], value["scale_b"]
+    if name == "_scaled_mm":
+        return None if value.get("scale_result") is not None else (scale_a, scale_b, ())
+    swizzled = any(value["swizzle_a"]) or any(value["swizzle_b"])
+    if len(scale_a) != 1 or len(scale_b) != 1 or swizzled or value.get("contraction_dim"):
+        return None
+    return scale_a[0], scale_b[0], (*value["recipe_a"], *value["recipe_b"])
 
 
 def block_scales(name: str, arguments: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any, bool] | None:
@@ -171,41 +179,13 @@ def block_scales(name: str, arguments: Sequence[Any]) -> tuple[Any, Any, Any, An
     """
     a, b, *more = arguments
     value = dict(zip(argument_names(name)[2:], more, strict=False))
-    scale_a, scale_b = value["scale_a"], value["scale_b"]
-    if value.get("bias") is not None or value.get("scale_result") is not None:
+    scales = _scales(name, value)
+    recipes: tuple[tuple[int, ...], ...] = (), (_LINES, _BLOCKS), (_NARROW, _NARROW)
+    if scales is None or value.get("bias") is not None or scales[2] not in recipes:
         return None
-    recipes: tuple[int, ...] = _LINES, _BLOCKS
-    if name != "_scaled_mm":
-        recipes = *value["recipe_a"], *value["recipe_b"]
-        if not _are_plain_recipes(value) or recipes not in ((_LINES, _BLOCKS), (_NARROW, _NARROW)):
-            return None
-        (scale_a,), (scale_b,) = scale_a, scale_b
-    return a, b, scale_a, scale_b, value.get("out_dtype"), recipes == (_NARROW, _NARROW)
+    return a, b, scales[0], scales[1], value.get("out_dtype"), scales[2] == (_NARROW, _NARROW)
 
 
 def in_fp32(scale: torch.Tensor) -> torch.Tensor:
     """Block scales as kernels read them: E8M0 is converted, exactly. Dense scales keep their strides."""
     return scale.float() if scale.dtype is torch.float8_e8m0fnu else scale
-
-
-def _are_plain_recipes(arguments: dict[str, Any]) -> bool:
-    """Whether `_scaled_mm_v2` has one scale for each operand, not swizzled."""
-    swizzled = any(arguments["swizzle_a"]) or any(arguments["swizzle_b"])
-    return len(arguments["scale_a"]) == len(arguments["scale_b"]) == 1 and not (
-        swizzled or arguments.get("contraction_dim")
-    )
-
-
-def _recipe_steps(
-    a: torch.Tensor, b: torch.Tensor, arguments: dict[str, Any]
-) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """The epilogue of `_scaled_mm_v2` and its scales, where both recipes are by tensors, or by rows."""
-    recipes = list(arguments["recipe_a"]), list(arguments["recipe_b"])
-    scales = (*arguments["scale_a"], *arguments["scale_b"])
-    if not _are_plain_recipes(arguments):
-        return "", ()
-    text = scale_steps(a, b, scales[0], scales[1], arguments.get("bias") is not None)
-    if recipes == ([_TENSOR_WISE], [_TENSOR_WISE]):
-        return (text, scales) if text.startswith("scale_tensor") else ("", ())
-    rows = scales[0].shape == (a.shape[0], 1) and scales[1].shape == (1, b.shape[1])
-    return (text, scales) if recipes == ([_ROW_WISE], [_ROW_WISE]) and rows else ("", ())
