@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -124,10 +125,9 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
         if isinstance(forward := vars(module).get("forward"), mlp.Forward):
             places = forward.places
             layer = module._modules[places.gate]
-            activation = places.activation(module)
-            rows = (
-                _rows_of_gate(activation, layer.weight) if isinstance(layer, torch.nn.Linear) else "no kernel"
-            )
+            rows = "no kernel"
+            if isinstance(layer, torch.nn.Linear):
+                rows = _said(layer.weight, _serves_gate(GATE_OF[places.activation(module)], layer.weight))
             yield Line(
                 name, "fused", f"{places.gate}, {places.up} and their gate form a known pattern: {rows}"
             )
@@ -136,8 +136,8 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             weight, has_bias = module.weight, module.bias is not None
             kind = tuple(weight.shape), weight.dtype, weight.device, has_bias
             if kind not in known:
-                is_here = weight.device.type == extension.device_type()
-                known[kind] = _said(_served_rows(weight, has_bias)) if is_here else _elsewhere(weight)
+                form, right = form_of(MATMUL, "bias_n" if has_bias else ""), weight.detach().t()
+                known[kind] = _said(weight, partial(extension.serves_by, form, weight=right))
             yield Line(name, "served", f"calls tunegemm.linear: {known[kind]}")
         elif isinstance(module, torch.nn.MultiheadAttention):
             yield Line(name, "left", "torch computes its projections in one product if possible")
@@ -145,27 +145,20 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             yield Line(name, "left", f"{type(module).__name__} is a subclass with its own forward")
 
 
-def _rows_of_gate(activation: str, weight: torch.Tensor) -> str:
+def _serves_gate(gate: str, weight: torch.Tensor) -> Callable[[int], object]:
     from tunegemm.layers import sites
 
+    (n, k), gpu = weight.shape, extension.gpu_of(weight.device)
+    return lambda m: sites.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate)
+
+
+def _said(weight: torch.Tensor, serves: Callable[[int], object]) -> str:
+    """The numbers of rows that a kernel serves here. serves: a true value if one serves so many."""
     if weight.device.type != extension.device_type():
-        return _elsewhere(weight)
-    (n, k), gate, gpu = weight.shape, GATE_OF[activation], extension.gpu_of(weight.device)
-    return _said([m for m in ROWS if sites.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate) is not None])
-
-
-def _served_rows(weight: torch.Tensor, has_bias: bool) -> list[int]:
-    form, right = form_of(MATMUL, "bias_n" if has_bias else ""), weight.detach().t()
+        return f"no kernel on {weight.device.type}; move the model to a CUDA device"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TunegemmWarning)  # the report says so itself
-        return [rows for rows in ROWS if extension.serves_by(form, rows, right)]
-
-
-def _said(rows: Sequence[int]) -> str:
+        rows = [each for each in ROWS if serves(each)]
     if not rows:
         return f"no kernel here is faster than torch at {', '.join(map(str, ROWS))} rows"
     return f"has a kernel here for {', '.join(map(str, rows))} rows"
-
-
-def _elsewhere(weight: torch.Tensor) -> str:
-    return f"no kernel on {weight.device.type}; move the model to a CUDA device"
