@@ -268,7 +268,8 @@ def writes(node: Node) -> Iterator[Any]:
         yield node.args[0]
     elif any(word in name_of(node) for word in _WRITERS) or not only_computes(node.target):
         yield None
-    elif str(getattr(node.target, "__name__", "")).endswith("_") and not _is_operator(node.target):
+    # Names of Python's operators, such as `and_`, end like those of torch's functions in place.
+    elif (name := name_of(node)).endswith("_") and getattr(operator, name, None) is not node.target:
         yield node.args[0] if node.args else None
     if "out" in node.kwargs:
         yield node.kwargs["out"]
@@ -278,11 +279,6 @@ def writes(node: Node) -> Iterator[Any]:
 
 #: In the names of functions that may write to weights or statistics they are given.
 _WRITERS = ("embedding", "batch_norm", "instance_norm", "moving_avg")
-
-
-def _is_operator(target: Any) -> bool:
-    """Whether it is one of Python's operators: names such as `and_` end like torch's functions in place."""
-    return str(getattr(target, "__module__", "")) in ("_operator", "operator")
 
 
 _IN_PLACE = frozenset(

@@ -49,7 +49,13 @@ _MOST_BOUND = 1024
 
 
 class Site:
-    """One kind of call. Subclasses define how to decide, and torch's operations."""
+    """One kind of call."""
+
+    decide: Callable[..., Any]
+    """A subclass's: `keep` how calls like this one are computed, if that can be known now. Takes the operands
+    and returns the result of this call; None if torch must compute it."""
+    by_torch: Callable[..., Any]
+    """A subclass's: run torch's operations as in the original graph."""
 
     def __init__(self, label: str, facts: tuple[Any, ...]) -> None:
         """label: the kind, for a report. facts: what calls of this site have in common, apart from their
@@ -78,15 +84,6 @@ class Site:
         if (known := self.find(x.shape)) is not None:
             return None if known.launch is None else known.launch(x, *operands)
         return self.decide(x, *operands) if x.is_contiguous() and x.numel() else None
-
-    def decide(self, x: torch.Tensor, *operands: Any) -> Any:
-        """`keep` how calls like this one are computed, if that can be known now. Returns the result of this
-        call; None if torch must compute it."""
-        raise NotImplementedError  # pragma: no cover - each subclass has its own
-
-    def by_torch(self, x: torch.Tensor, *operands: Any) -> Any:
-        """Run torch's operations as in the original graph."""
-        raise NotImplementedError  # pragma: no cover - each subclass has its own
 
 
 class Linear(Site):
@@ -189,10 +186,8 @@ class Joint(Site):
 
     gate = ""
     """A gated step; the weights are then gate and up."""
-
-    def parts(self, *operands: Any) -> tuple[Any, Any]:
-        """The weights and biases of a call."""
-        raise NotImplementedError  # pragma: no cover - each subclass has its own
+    parts: Callable[..., tuple[Any, Any]]
+    """A subclass's: the weights and biases of a call's operands."""
 
     def decide(self, x: torch.Tensor, *operands: Any) -> Any:
         if not extension.may_load(x.device):
