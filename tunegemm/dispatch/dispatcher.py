@@ -57,7 +57,7 @@ from tunegemm.dispatch.guards import (
 from tunegemm.dispatch.launchers import Plan, are_apart, is_apart_from, is_writable, launch_plan
 from tunegemm.dispatch.planning import MAX_PLANS, Planner
 from tunegemm.dispatch.states import COMPOSED, Recent, State, own
-from tunegemm.dispatch.unfused import added, by_torch, one_function_into, taken_operands, unfused
+from tunegemm.dispatch.unfused import INTO, added, by_torch, taken_operands, unfused
 from tunegemm.errors import ProblemError
 
 #: The forms without an epilogue, by their call.
@@ -261,7 +261,7 @@ class Dispatcher:
         if not site or recent is None or a.dtype is torch.float32 or not recent.check(a, b, *tensors, out):
             return result
         if recent.plan is None:
-            torchs = one_function_into(form)
+            torchs = INTO.get(form.text) if form.out_dtype is None else None
             matrices = a.ndim == b.ndim == 2 and all(tensor.ndim == 1 for tensor in tensors)
             if torchs is not None and matrices and all(reductions_allowed(a.dtype)):
                 state.recent[site] = replace(recent, torchs=torchs)

@@ -162,22 +162,15 @@ def named(
     shapes = _views_of_operands(operands.problem, form, tensors, operands.out_shape, folded)
     if shapes is None:
         return Refusal("")
-    words_refusal = _words_refusal(operands.problem, form, tensors, shapes)
+    words_refusal, fused = "", operands.problem.fused
+    if fused.words:
+        seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        numbers = [0.0] * (len(fused.operands) - len(seen))
+        try:
+            words_reader(operands.problem)(form.join(seen, numbers))
+        except ValueError as error:
+            words_refusal = str(error)
     return replace(operands, shapes=shapes, words_refusal=words_refusal)
-
-
-def _words_refusal(
-    problem: Problem, form: Form, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
-) -> str:
-    if not problem.fused.words:
-        return ""
-    seen = [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-    numbers = [0.0] * (len(problem.fused.operands) - len(seen))
-    try:
-        words_reader(problem)(form.join(seen, numbers))
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:

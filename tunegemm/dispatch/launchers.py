@@ -174,7 +174,7 @@ def make_plan(prepared: Prepared, operands: Operands, call: Call) -> Plan:
             seen = [tensor.view(shape) for tensor, shape in zip(tensors, operands.shapes, strict=True)]
             words = words_binder(problem, form.join(seen, numbers))
     if (a.numel(), b.numel()) != (math.prod(views[0]), math.prod(views[1])):  # one matrix serves a batch
-        launch, views = expanding(launch, views), (tuple(a.shape), tuple(b.shape), views[2])
+        launch, views = partial(_expanded, launch, views), (tuple(a.shape), tuple(b.shape), views[2])
     return Plan(
         launch,
         launch_at,
@@ -220,14 +220,9 @@ def launch_plan(
     plan.launch(a.view(a_shape), b.view(b_shape), out.view(out_shape), *operands)
 
 
-def expanding(launch: Launcher, views: tuple[tuple[int, ...], ...]) -> Launcher:
-    """A launcher that expands a single matrix to a batch."""
-    a_shape, b_shape, _ = views
-
-    def launch_on_views(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *operands: Any) -> None:
-        launch(seen_as(a, a_shape), seen_as(b, b_shape), out, *operands)
-
-    return launch_on_views
+def _expanded(launch: Launcher, views: Any, a: Any, b: Any, out: Any, *operands: Any) -> None:
+    """Launch with a single matrix expanded to a batch."""
+    launch(seen_as(a, views[0]), seen_as(b, views[1]), out, *operands)
 
 
 def is_writable(plan: Plan, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:

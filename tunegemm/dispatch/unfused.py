@@ -9,7 +9,6 @@ graphs, torch's functions run one after the other. Torch raises the errors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.functional import linear
 from tunegemm.choose.operators import absorbed
 from tunegemm.dispatch import guards
 from tunegemm.dispatch.autograd import Add, Multiply
-from tunegemm.dispatch.forms import ADDMM, LINEAR, MATMUL, SCALED_MM, Form
+from tunegemm.dispatch.forms import ADDMM, LINEAR, SCALED_MM, Form
 from tunegemm.dispatch.library import takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt.eager import step_of
@@ -38,18 +37,11 @@ def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequen
     return unfused(form, a, b, tensors, numbers, out)
 
 
-@cache
-def one_function_into(form: Form) -> Callable[..., Any] | None:
-    """Torch's single function of two matrices, a bias of one dimension if any, and ``out=``, which compiled
-    code calls; None if no such function exists."""
-    if form.call != MATMUL or form.out_dtype is not None:
-        return None
-    functions: dict[str, Callable[..., Any]] = {"": torch.mm, "bias_n": _added_into}
-    return functions.get(form.text)
-
-
-def _added_into(a: Any, b: Any, bias: Any, *, out: Any) -> Any:
-    return torch.addmm(bias, a, b, out=out)
+#: Torch's single functions of two matrices, a bias of one dimension if any, and ``out=``, by epilogue.
+INTO: dict[str, Callable[..., Any]] = {
+    "": torch.mm,
+    "bias_n": lambda a, b, bias, *, out: torch.addmm(bias, a, b, out=out),
+}
 
 
 def unfused(
