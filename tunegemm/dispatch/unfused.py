@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from tunegemm.choose.operators import absorbed
 from tunegemm.dispatch import guards
-from tunegemm.dispatch.autograd import Add, Multiply
+from tunegemm.dispatch.autograd import Add, Multiply, is_simple
 from tunegemm.dispatch.forms import ADDMM, LINEAR, SCALED_MM, Form
 from tunegemm.dispatch.library import takes_fp8
 from tunegemm.errors import ProblemError
@@ -87,8 +87,7 @@ def taken_operands(form: Form, a: Any, b: Any) -> tuple[str, ...]:
     """The operands of torch's single call, which autocast casts."""
     taken = absorbed(form.epilogue.steps)
     if "bias_n" in taken:
-        is_one = form.call in (LINEAR, ADDMM) or (a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3
-        return ("bias",) if is_one else ()
+        return ("bias",) if form.call in (LINEAR, ADDMM) or is_simple(a, b) else ()
     return ("c",) if "beta_c" in taken and a.ndim == b.ndim else ()
 
 
@@ -129,10 +128,8 @@ def steps_taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[st
     if not _is_own(form, a) or _is_fp8(a):
         return ()
     if taken == ("bias_n",):
-        if form.call == LINEAR:
-            return taken
-        is_one = (a.ndim > 1 and b.ndim == 2) or a.ndim == b.ndim == 3
-        return taken if is_one and named["bias"].ndim == 1 else ()
+        is_one = form.call == LINEAR or (is_simple(a, b) and named["bias"].ndim == 1)
+        return taken if is_one else ()
     return taken if a.ndim == b.ndim and a.ndim in (2, 3) else ()
 
 

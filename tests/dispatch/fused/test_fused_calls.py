@@ -44,6 +44,13 @@ def test_linear(serve, kernel, lead, activation, has_bias, has_residual):
     assert {problem.m for problem in snapshot.asked} == {x.numel() // 64}
 
 
+def test_torch_adds_a_bias_where_batches_are_broadcast(serve):
+    serve()
+    a, b, bias = torch.randn(1, 4, 8), torch.randn(3, 8, 6), torch.randn(6)
+    with pytest.warns(TunegemmWarning, match="falls back to torch"):
+        assert torch.equal(tunegemm.matmul(a, b, bias=bias), torch.matmul(a, b) + bias)
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_linear(serve, kernel, activation, has_bias):
