@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tunegemm.compile.artifacts import ArtifactStore, Key, digest
 from tunegemm.describe.device import Device
+from tunegemm.dispatch.notices import named_error
 from tunegemm.errors import ArtifactError, TunegemmError, is_transient, one_line
 from tunegemm.generate import families
 from tunegemm.store.record import Record
@@ -170,7 +171,7 @@ class BackgroundCompiler:
                     jobs, self._jobs = [*under_way.values(), *self._jobs], []
                     self._is_running = False
                 for job in jobs:
-                    self._retry(job, _reason(error))
+                    self._retry(job, named_error(error))
         if count:
             seconds = time.monotonic() - start
             _log.info("%d missing kernel(s) compiled in the background in %.0f s; now in use", count, seconds)
@@ -198,14 +199,14 @@ class BackgroundCompiler:
             pass
         except BaseException as error:
             if isinstance(error, MemoryError | OSError) and is_transient(error):
-                self._retry(job, _reason(error))
+                self._retry(job, named_error(error))
                 return False
             if isinstance(error, TunegemmError | RuntimeError):  # the cache or the workers fail all
                 self._refusal = self._refusal or one_line(error)
                 pool.drop_waiting()
             else:
                 self._log(error)
-                self._failures[job.kernel] = _reason(error)
+                self._failures[job.kernel] = named_error(error)
         if artifact is not None and "cutlass_dsl" in job.key:
             with suppress(Exception):  # the load reports it
                 from tunegemm.generate import cute_launch
@@ -245,11 +246,6 @@ class BackgroundCompiler:
 
     def _log(self, error: BaseException) -> None:
         """Logs each kind of error once."""
-        if (reason := _reason(error)) not in self._logged:
+        if (reason := named_error(error)) not in self._logged:
             self._logged.add(reason)
             _log.warning("compiling in the background: %s; continuing", reason, exc_info=error)
-
-
-def _reason(error: BaseException) -> str:
-    line, name = one_line(error), type(error).__name__
-    return line if line == name else f"{name}: {line}"

@@ -121,7 +121,7 @@ def advice(problem: Problem, words: str) -> str:
     return f"{words}: {tune_command(problem)}"
 
 
-def named_error(error: Exception) -> str:
+def named_error(error: BaseException) -> str:
     """An error in one line. Includes the type's name for unfamiliar types: a KeyError's text says little."""
     line = one_line(error)
     is_known = isinstance(error, TunegemmError | ValueError | RuntimeError) or line == type(error).__name__

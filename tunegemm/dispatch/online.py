@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from tunegemm import extras
 from tunegemm.describe.device import Device, TelemetryReader
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.notices import named_error
 from tunegemm.errors import ProblemError, SpaceError, TunegemmError, one_line
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class OnlineTuning:
 
     def _log(self, error: BaseException) -> None:
         """Logs each kind of error once."""
-        if (reason := f"{type(error).__name__}: {one_line(error)}") not in self._logged:
+        if (reason := named_error(error)) not in self._logged:
             self._logged.add(reason)
             _log.warning("tuning online: %s; continuing", reason, exc_info=error)
 
