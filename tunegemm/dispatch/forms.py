@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -345,7 +346,7 @@ def _described(
 ) -> Operands | Refusal:
     d_shape = (*a.shape[:-1], problem.out_n)
     if out is None:
-        d_strides = _dense_strides(d_shape)
+        d_strides = tuple(itertools.accumulate(reversed(d_shape[1:]), operator.mul, initial=1))[::-1]
     else:
         if out.is_conj() or out.is_neg():
             return Refusal("")
@@ -402,13 +403,6 @@ def _is_packed(shape: Sequence[int], strides: Sequence[int], major: int) -> bool
             return False
         expected *= shape[dim]
     return True
-
-
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.insert(0, strides[0] * extent)
-    return tuple(strides)
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:

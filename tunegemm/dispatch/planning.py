@@ -339,8 +339,13 @@ class Planner:
         a and b may be tensors without memory. any_m: whether a record of another m suffices. Warns if
         there is no record.
         """
-        if any_m and self._has_records(form, a, b):
-            return True
+        if any_m and not (self.is_off or deterministic() or self.mode == "exact"):
+            with self.lock, torch.inference_mode(False), torch.no_grad():
+                asked = described(form, a, b, None)
+                if isinstance(asked, Refusal):
+                    return False
+                if self._records(self.state, form.name(a)).extents(asked.problem):
+                    return True
         result = self.expected(form, a, b, index)
         if result is None:
             return any_m and self._is_any_predicted(form, a, b, index)
@@ -348,16 +353,6 @@ class Planner:
         if self.state.policy.is_batch_invariant:  # the compiler would call torch's product
             return True
         return record.ratio >= least_ratio(problem, known)
-
-    def _has_records(self, form: Form, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether there is a record for any number of rows."""
-        if self.is_off or deterministic() or self.mode == "exact":
-            return False
-        with self.lock, torch.inference_mode(False), torch.no_grad():
-            operands = described(form, a, b, None)
-            if isinstance(operands, Refusal):
-                return False
-            return bool(self._records(self.state, form.name(a)).extents(operands.problem))
 
     def _is_any_predicted(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
         """Whether a gain is predicted for one of a few small numbers of rows.
