@@ -53,7 +53,12 @@ tunegemm.fuses_layers = True  # type: ignore[attr-defined] # for layers that `pa
 
 def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
     """Put tunegemm's calls into a graph. Returns how often each pattern matched."""
-    if deterministic() or functorch_level() is not None or _is_transformed(graph):
+    # Tensors of a part that runs within torch.func have no memory of their own there.
+    is_transformed = functorch_level() is not None or any(
+        node.op == "call_function" and "functorch" in str(getattr(node.target, "__module__", ""))
+        for node in graph.graph.nodes
+    )
+    if deterministic() or is_transformed:
         return Counter()
     count = fuse(graph.graph)
     if dropped := masks.drop(graph.graph):
@@ -61,14 +66,6 @@ def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
     if count:
         graph.recompile()
     return count
-
-
-def _is_transformed(graph: torch.fx.GraphModule) -> bool:
-    """Whether a part of a graph runs within torch.func: its tensors have no memory of their own there."""
-    return any(
-        node.op == "call_function" and "functorch" in str(getattr(node.target, "__module__", ""))
-        for node in graph.graph.nodes
-    )
 
 
 def said(count: Counter[str]) -> str:

@@ -83,12 +83,11 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         return None
     if not weights:
         return x.dtype, x.device
+    columns = {weight.shape[0] for weight in weights}
     if (
         not all(is_matrix(weight) for weight in weights)
         or not are_same(x.shape[-1:], weights[0].shape[1:])
-        or not all(
-            _is_vector(each, {weight.shape[0] for weight in weights}) for each in operands if each.ndim == 1
-        )
+        or any(each.stride(0) != 1 or each.shape[0] not in columns for each in operands if each.ndim == 1)
         or any(each.ndim == 0 for each in operands)
         or (match.results and not order.all_before(match.operands, match.nodes[0]))
         or not order.may_move(match.nodes, match.operands)
@@ -96,7 +95,3 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         return None
     (n, k), row_stride = weights[0].shape, weights[0].stride(0)
     return n, k, row_stride, x.dtype, x.device
-
-
-def _is_vector(tensor: torch.Tensor, extents: set[int]) -> bool:
-    return tensor.shape[0] in extents and tensor.stride(0) == 1
