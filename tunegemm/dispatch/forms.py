@@ -138,6 +138,9 @@ _ONE_FUNCTION: dict[tuple[int, str], Callable[..., Any]] = {
 }  # fmt: skip
 
 
+PLAIN = form_of(MATMUL, "")
+
+
 class Call(NamedTuple):
     """A call of `Dispatcher.fused`."""
 
@@ -156,7 +159,7 @@ def named(
 
     tensors: the epilogue's, in its order. Torch computes refused products, whatever the database holds.
     """
-    operands = described(form, a, b, out)
+    operands = describe(a, b, out, form)
     if isinstance(operands, Refusal):
         return operands
     folded = a.ndim > len(operands.views[0])
@@ -172,15 +175,6 @@ def named(
         except ValueError as error:
             words_refusal = str(error)
     return replace(operands, shapes=shapes, words_refusal=words_refusal)
-
-
-def described(form: Form, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> Operands | Refusal:
-    """Describe the form's product ``a @ b`` without looking at the epilogue's tensors."""
-    if not form.text and form.out_dtype is None:
-        return describe(a, b, out)
-    return describe(
-        a, b, out, out_dtype=form.out_dtype_of(a), epilogue=form.text, accumulation=form.accumulation
-    )
 
 
 def _views_of_operands(
@@ -256,15 +250,9 @@ class Refusal:
 
 
 def describe(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    epilogue: str = "",
-    accumulation: str = "fast",
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, form: Form = PLAIN
 ) -> Operands | Refusal:
-    """The product that ``torch.matmul(a, b, out=out)`` computes, with the steps before it is stored.
+    """The form's product ``a @ b``, with b as (k, n) for every call, whatever the epilogue's tensors are.
 
     Handles all views that form a product of two matrices, of two equal batches, or of one matrix and a batch,
     where the matrix is a batch of stride 0. Never raises: a call that torch would reject is a Refusal, too.
@@ -273,12 +261,13 @@ def describe(
     for operand in (a, b):
         if not hasattr(operand, "data_ptr"):
             return Refusal(f"operand {operand!r:.40} is not a tensor")
-    if out is not None and out.dtype != (a.dtype if out_dtype is None else out_dtype):
+    out_dtype = None if form.is_plain else form.out_dtype_of(a)
+    if out is not None and out.dtype != form.out_dtype_of(a):
         return Refusal("")
     if a.dtype != b.dtype and (a.dtype.itemsize > 1 or out_dtype is None):
         return Refusal("")
     choices, out_shape = _matrices(tuple(a.shape), tuple(b.shape))
-    if choices and b.ndim > 1 and Epilogue.parse(epilogue).gated:
+    if choices and b.ndim > 1 and form.epilogue.gated:
         out_shape = (*out_shape[:-1], out_shape[-1] // 2)
     if not choices or (out is not None and tuple(out.shape) != out_shape):
         return Refusal("")
@@ -295,7 +284,7 @@ def describe(
         return Refusal(rows if b.ndim == 2 and out is None else "")
     try:
         problem = Problem.from_tensors(
-            matrix, other, out_dtype=out_dtype, epilogue=epilogue, accumulation=accumulation
+            matrix, other, out_dtype=out_dtype, epilogue=form.text, accumulation=form.accumulation
         )
     except ProblemError as error:
         return Refusal(str(error))

@@ -28,7 +28,7 @@ from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
 from tunegemm.dispatch.background import Answer, BackgroundCompiler, make_pool
-from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Call, Form, Refusal, describe, described, named
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Call, Form, Refusal, describe, named
 from tunegemm.dispatch.guards import allocation, capturing, deterministic
 from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
@@ -318,7 +318,7 @@ class Planner:
             return False  # the epilogue may bring sums that overflow fp16 back into its range
         index = a.device.index or 0
         known, right = self._devices.get(index), b.t() if form.call == LINEAR else b
-        whole, operands = described(form, a, right, None), describe(a, right)
+        whole, operands = describe(a, right, None, form), describe(a, right)
         if isinstance(whole, Refusal) or isinstance(operands, Refusal) or known is None:
             return False
         if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
@@ -341,7 +341,7 @@ class Planner:
         """
         if any_m and not (self.is_off or deterministic() or self.mode == "exact"):
             with self.lock, torch.inference_mode(False), torch.no_grad():
-                asked = described(form, a, b, None)
+                asked = describe(a, b, None, form)
                 if isinstance(asked, Refusal):
                     return False
                 if self._records(self.state, form.name(a)).extents(asked.problem):
@@ -374,7 +374,7 @@ class Planner:
         if self.is_off or deterministic():
             return None
         with self.lock, torch.inference_mode(False), torch.no_grad():
-            operands = described(form, a, b, None)
+            operands = describe(a, b, None, form)
             if isinstance(operands, Refusal):
                 return None
             problem, state = operands.problem, self.state

@@ -284,7 +284,7 @@ def explain(
     import torch
 
     from tunegemm.dispatch import extension
-    from tunegemm.dispatch.forms import Refusal, describe
+    from tunegemm.dispatch.forms import MATMUL, Refusal, describe, form_of
     from tunegemm.tuning.tuner import as_problem, open_device
 
     if b is None and isinstance(a, torch.Tensor):
@@ -303,7 +303,7 @@ def explain(
             f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} do not fit: a has "
             f"{a.shape[-1]} columns and b {b.shape[-2]} rows; transpose or reshape one"
         )
-    operands = describe(a, b, out_dtype=out_dtype, epilogue=str(epilogue), accumulation=accumulation)
+    operands = describe(a, b, form=form_of(MATMUL, str(epilogue), out_dtype, accumulation))
     if isinstance(operands, Refusal):
         reason = (
             operands.reason or f"operands of shapes {tuple(a.shape)} and {tuple(b.shape)} fall back to torch"
