@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from tunegemm.compile.artifacts import ArtifactStore, Key, digest
@@ -85,10 +86,8 @@ class BackgroundCompiler:
         self._make_pool = make_pool
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._jobs: list[_Job] = []
-        """Those that the thread has not taken yet."""
-        self._news = threading.Event()
-        """Set when there are some, and when one was compiled."""
+        self._news: SimpleQueue[_Job | Future[CompileResult]] = SimpleQueue()
+        """What the thread has not taken yet: jobs, and those that were compiled."""
         self._is_running = False
         self._asked: set[str] = set()
         """Kernels that wait or are being compiled."""
@@ -135,15 +134,13 @@ class BackgroundCompiler:
 
     def _put(self, job: _Job) -> bool:
         """Queue a job and start a thread if needed; False if that fails. The caller holds the lock."""
-        self._jobs.append(job)
-        self._news.set()
         if not self._is_running:
             try:
                 threading.Thread(target=self._work, name="tunegemm-compile", daemon=True).start()
             except RuntimeError:  # the interpreter ends, or no thread can be had
-                self._jobs.clear()
                 return False
             self._is_running = True
+        self._news.put(job)
         return True
 
     def _work(self) -> None:
@@ -152,24 +149,24 @@ class BackgroundCompiler:
         under_way: dict[Future[CompileResult], _Job] = {}
         try:
             with self._make_pool() as pool:
-                while True:
+                while not ends:
+                    if isinstance(news := self._news.get(), _Job):
+                        under_way[self._submit(pool, news)] = news
+                    else:
+                        count += self._finish(pool, under_way[news], news)
+                        del under_way[news]
                     with self._lock:
-                        jobs, self._jobs = self._jobs, []
-                        if not jobs and not under_way:
-                            self._is_running, ends = False, True
-                            break
-                    under_way |= {self._submit(pool, job): job for job in jobs}
-                    self._news.wait()
-                    self._news.clear()
-                    for future in [each for each in under_way if each.done()]:
-                        count += self._finish(pool, under_way[future], future)
-                        del under_way[future]
+                        ends = not under_way and self._news.empty()
+                        self._is_running = not ends
         except BaseException as error:  # for example no pool: else nobody would notice
             self._log(error)
             if not ends:
+                jobs = [*under_way.values()]
                 with self._lock:
-                    jobs, self._jobs = [*under_way.values(), *self._jobs], []
-                    self._is_running = False
+                    while not self._news.empty():
+                        if isinstance(news := self._news.get(), _Job):
+                            jobs.append(news)
+                    self._news, self._is_running = SimpleQueue(), False
                 for job in jobs:
                     self._retry(job, named_error(error))
         if count:
@@ -182,7 +179,7 @@ class BackgroundCompiler:
         except BaseException as error:
             future = Future()
             future.set_exception(error)
-        future.add_done_callback(lambda _: self._news.set())
+        future.add_done_callback(self._news.put)
         return future
 
     def _finish(self, pool: CompilePool, job: _Job, future: Future[CompileResult]) -> bool:
