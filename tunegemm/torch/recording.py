@@ -259,10 +259,10 @@ class _Interception:
             if name in recorded_groups.OPERATORS:
                 return self._observe_groups(GroupedCall.of(name, arguments, keywords), compute)
             call, refusal = call_of(name, arguments, keywords)
-            kind = _Asked(
-                name.strip("_").removesuffix("_v2"), call.form, refusal, _activation(name, keywords)
-            )
-            return self._count_named(kind, call.a, call.b, call.tensors, call.out, compute)
+            asked = _Asked(name.strip("_").removesuffix("_v2"), call.form, refusal)
+            if name == "_addmm_activation":
+                asked = asked._replace(activation="gelu" if keywords.get("use_gelu") else "relu")
+            return self._count_named(asked, call.a, call.b, call.tensors, call.out, compute)
 
         return kernel
 
@@ -385,22 +385,18 @@ class _Interception:
         def counted_replay(graph: Any) -> None:
             replay(graph)
             with self.lock:
-                self.count_replay(graph)
+                content = self._graphs.get(graph)
+                for recording in self.recordings:
+                    if content is None:
+                        recording._unknown_replays += 1
+                    for key in content or ():
+                        recording._tallies.setdefault(key, _Tally(self._kinds[key])).replayed += 1
 
         for name, value in (
             ("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", counted_replay)
         ):  # fmt: skip
             self._undo.callback(setattr, graph_class, name, getattr(graph_class, name))
             setattr(graph_class, name, value)
-
-    def count_replay(self, graph: Any) -> None:
-        content = self._graphs.get(graph)
-        for recording in self.recordings:
-            if content is None:
-                recording._unknown_replays += 1
-                continue
-            for key in content:
-                recording._tallies.setdefault(key, _Tally(self._kinds[key])).replayed += 1
 
 
 _interception = _Interception()
@@ -410,13 +406,6 @@ os.register_at_fork(after_in_child=_interception.forget)
 def _refusal(call: Operands | Refusal) -> str:
     """Why torch computes a call; empty if a kernel may compute it."""
     return (call.reason or _BEYOND_KERNELS) if isinstance(call, Refusal) else call.words_refusal
-
-
-def _activation(name: str, keywords: dict[str, Any]) -> str:
-    """What ATen's operator applies."""
-    if name != "_addmm_activation":
-        return "none"
-    return "gelu" if keywords.get("use_gelu") else "relu"
 
 
 def kind_of(
