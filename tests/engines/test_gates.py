@@ -17,7 +17,7 @@ from tests.support.serving import BF16
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
 from tunegemm.engines import common, vllm_gates
-from tunegemm.groups import numbers
+from tunegemm.groups import grouped
 from tunegemm.torch import ops
 
 COLUMNS, WIDTH = 7168, 64
@@ -180,7 +180,7 @@ def test_other_devices_and_policies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_new_is_made_within_a_capture(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is there since the run before; what is not is the plain product."""
     within = {"capture": True}
-    for module in (numbers, extension):
+    for module in (grouped, extension):
         monkeypatch.setattr(module, "capturing", lambda device: within["capture"])
     layer, _ = compiled(mlp)
     x, weight = given(48), weight_of()

@@ -12,7 +12,7 @@ from torch.nn import functional
 import tunegemm
 from tests.support.grouped import Loops
 from tunegemm.errors import ProblemError
-from tunegemm.groups import gated_experts, numbers
+from tunegemm.groups import gated_experts, grouped
 from tunegemm.groups.routing import Gate
 
 EXPERTS, HIDDEN, INNER, CHOSEN = 6, 64, 48, 2
@@ -182,7 +182,7 @@ def test_a_layer_asks_torch_for_few_operators(
 
 
 def test_numbers_are_kept_where_nothing_looks_on() -> None:
-    kept = numbers.kept
+    kept = grouped.kept
     kept.clear()
     given = layer(70, dtype=torch.bfloat16)
     first = tunegemm.experts(**given)

@@ -23,7 +23,6 @@ from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.guards import deterministic
 from tunegemm.engines.common import plain
 from tunegemm.groups import grouped
-from tunegemm.groups.numbers import multiples
 from tunegemm.groups.routing import SILU, routing
 from tunegemm.layers import fusion
 from tunegemm.layers.graph import Layer, transposed_of, value
@@ -88,7 +87,7 @@ def _by_one_kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None
     place = x.device, x.size(0)
     ends = _ends.get(place)
     if ends is None:
-        numbers = multiples(x.device, torch.int32, 1, _MOST_ROWS + 1)
+        numbers = grouped.multiples(x.device, torch.int32, 1, _MOST_ROWS + 1)
         if numbers is None:
             return None
         ends = _ends[place] = numbers[x.size(0) : x.size(0) + 1]

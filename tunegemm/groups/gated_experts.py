@@ -19,7 +19,6 @@ from tunegemm.generate.routing import MOST_CHOICES
 from tunegemm.groups import grouped, routing
 from tunegemm.groups.block_groups import scaled_grouped_mm
 from tunegemm.groups.grouped import grouped_mm
-from tunegemm.groups.numbers import multiples
 from tunegemm.groups.quantize import quantize
 from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import SILU, Gate
@@ -252,7 +251,7 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
-        result = multiples(like.device, torch.int64, step, size)
+        result = grouped.multiples(like.device, torch.int64, step, size)
         if result is not None:
             return result[:count]
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)

@@ -358,6 +358,21 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
         before = end
 
 
+#: Multiples of a step, by device, dtype, step and count: ends of groups, and positions of rows. Never freed,
+#: because captured graphs read them.
+kept: dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor] = {}
+
+
+def multiples(device: torch.device, dtype: torch.dtype, step: int, count: int) -> torch.Tensor | None:
+    """0, step, 2 step, ...: `count` numbers. None during a capture, unless a call made them before."""
+    key = device, dtype, step, count
+    result = kept.get(key)
+    if result is None and not capturing(device):
+        # The copy from the host is synchronous, so any stream may read the tensor afterwards.
+        result = kept[key] = torch.arange(0, count * step, step, dtype=dtype, device="cpu").to(device)
+    return result
+
+
 def check_devices(**tensors: torch.Tensor | None) -> None:
     """Raises ProblemError for tensors that are not all on one device."""
     places = {name: each.device for name, each in tensors.items() if each is not None}
