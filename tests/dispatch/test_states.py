@@ -9,7 +9,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.dispatch.planning import Plan
-from tunegemm.dispatch.states import Compiling, State
+from tunegemm.dispatch.states import State
 
 COMPILED, MISSING, READY = Problem(8, 8, 8), Problem(16, 8, 8), Problem(32, 8, 8)
 
@@ -19,8 +19,8 @@ def test_a_kernel_that_is_there_is_planned_for_whoever_waited_for_it(device: Dev
     state, record = State(), cast(Any, Row(COMPILED, device.fingerprint))
     served = cast(Plan, object())
     state.plans |= {("fell back",): None, ("is served",): served}
-    state.prepared[COMPILED, 0] = Compiling("a", record)
-    state.prepared[MISSING, 0] = Compiling("b", record)
+    state.prepared[COMPILED, 0] = Prepared(record=record, compiling="a")
+    state.prepared[MISSING, 0] = Prepared(record=record, compiling="b")
     state.prepared[READY, 0] = Prepared(lambda *_: None)
     state.forget_missing("c")
     assert state.plans == {("fell back",): None, ("is served",): served} and len(state.prepared) == 3

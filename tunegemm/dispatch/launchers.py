@@ -38,7 +38,7 @@ from tunegemm.store.record import Record
 class Prepared:
     """A launcher for one problem on one device, and its requirements on operands."""
 
-    launch: Launcher | None
+    launch: Launcher | None = None
     """None if torch itself is the recorded winner."""
     tma: bool = False
     """Whether it reads through TMA: needs 16-byte addresses and strides."""
@@ -46,6 +46,8 @@ class Prepared:
     """Needs dense operands: a library's algorithm was chosen and timed for these leading dimensions."""
     record: Record | None = None
     """The record it was prepared from; None in `TORCH`."""
+    compiling: str = ""
+    """The name of the record's kernel while it is being compiled; there is no launcher until then."""
 
     @property
     def address_bytes(self) -> int:
@@ -53,7 +55,7 @@ class Prepared:
         return ALIGNMENT if self.tma or self.packed else 1
 
 
-TORCH = Prepared(None)
+TORCH = Prepared()
 
 _MAX_SERVED = 1024
 #: The most recently served launchers. They are reused when records are read again.

@@ -33,7 +33,7 @@ from tunegemm.dispatch.guards import allocation, capturing, deterministic
 from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.dispatch.online import OnlineTuning
-from tunegemm.dispatch.states import COMPOSED, Compiling, Composed, State, States, own
+from tunegemm.dispatch.states import COMPOSED, Composed, State, States, own
 from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
@@ -323,7 +323,8 @@ class Planner:
             return False
         if form.out_dtype not in (None, a.dtype) or state.snapshot is None:
             return False
-        if isinstance(state.prepared.get((whole.problem, index)), Prepared):  # torch won there
+        known_whole = state.prepared.get((whole.problem, index))
+        if known_whole is not None and not known_whole.compiling:  # torch won there
             return False
         result = select(
             state.snapshot, operands.problem, known, near=self.mode != "exact", policy=state.policy
@@ -381,7 +382,7 @@ class Planner:
             prepared = self._prepared(state, problem, index, form.name(a))
             known = self._devices.get(index)
         # Compiled code is kept, even on disk, so it must be able to use the kernel once that is ready.
-        if known is None or prepared is None or not (isinstance(prepared, Compiling) or prepared.launch):
+        if known is None or prepared is None or not (prepared.compiling or prepared.launch):
             return None
         assert prepared.record is not None
         return problem, known, prepared.record
@@ -396,9 +397,9 @@ class Planner:
             facts = package_version("tunegemm"), mode, state.policy, *of_records
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
-    def _prepared(self, state: State, problem: Problem, index: int, name: str) -> Prepared | Compiling | None:
-        """The launcher of the problem's record, or a kernel being compiled, or None after a warning that
-        explains why."""
+    def _prepared(self, state: State, problem: Problem, index: int, name: str) -> Prepared | None:
+        """The launcher of the problem's record, or one being compiled, or None after a warning that explains
+        why."""
         if (problem, index) not in state.prepared:
             with self._guarded(state):
                 result = self._search(state, problem, index, name)
@@ -460,7 +461,7 @@ class Planner:
             except Exception as error:  # a foreign record's family may raise anything
                 answer = Answer(failure=named_error(error))
             if answer.kernel:
-                state.prepared[problem, index] = Compiling(answer.kernel, record)
+                state.prepared[problem, index] = Prepared(record=record, compiling=answer.kernel)
             if answer.kernel or answer.refusal:
                 break
         return answer

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -26,7 +26,6 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.launchers import Plan, Prepared
 from tunegemm.generate.launching import AddressLaunch
-from tunegemm.store.record import Record
 
 #: How many policies keep their plans, besides the process's own policy.
 MAX_POLICIES = 4
@@ -61,16 +60,6 @@ class Recent:
     """The device that must be current; -1 if there is only one."""
 
 
-class Compiling(NamedTuple):
-    """A kernel that is being compiled for a problem."""
-
-    kernel: str
-    """The kernel's name."""
-    record: Record
-    launch: None = None
-    """As in `Prepared`, which replaces this object."""
-
-
 class Composed:
     """Stands in for a plan: a tuned kernel computes the product, but not together with its epilogue."""
 
@@ -95,7 +84,7 @@ class State:
         self.launches: dict[Any, dict[Hashable, Any]] = {}
         """Launches that higher-level packages keep, by their `extension.LaunchCache`."""
         self.snapshot = snapshot
-        self.prepared: dict[tuple[Problem, int], Prepared | Compiling | None] = {}
+        self.prepared: dict[tuple[Problem, int], Prepared | None] = {}
         self.misses: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         """Ranges of rows for which no kernel serves a weight, by `weight_of` and device. The same lists are
         also stored under all parts of a call except its rows."""
@@ -119,15 +108,12 @@ class State:
                 continue
             if record.candidate.kernel == other.candidate.kernel:  # their dtypes and majors may differ
                 self.plans[key] = None
-                self.prepared[problem, index] = Compiling(kernel, record)
+                self.prepared[problem, index] = Prepared(record=record, compiling=kernel)
         self.forget_checks()
 
     def forget_missing(self, kernel: str) -> None:
         """Forget who waits for this kernel, and all plans that fell back to torch: those name no kernel."""
-        waits = [
-            place for place, item in self.prepared.items()
-            if isinstance(item, Compiling) and item.kernel == kernel
-        ]  # fmt: skip
+        waits = [place for place, item in self.prepared.items() if item and item.compiling == kernel]
         if waits:
             for place in waits:
                 del self.prepared[place]
