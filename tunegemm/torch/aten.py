@@ -42,8 +42,6 @@ class Layer:
 class Replacements:
     """The layers, by name. A recording hides the takeover, so torch computes the recorded products."""
 
-    _ORDER = ("recording", "takeover")
-
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._layers: dict[str, Layer] = {}
@@ -71,7 +69,7 @@ class Replacements:
         if self._library is not None:
             self._library._destroy()
             self._library = None
-        layer = next((self._layers[name] for name in self._ORDER if name in self._layers), None)
+        layer = self._layers.get("recording") or self._layers.get("takeover")
         if layer is None:
             return
         self._library = torch.library.Library("aten", "IMPL")

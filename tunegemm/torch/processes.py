@@ -36,11 +36,8 @@ class Writer:
 
     def _at_exit(self) -> None:
         # Not `atexit`: the children of multiprocessing end without it, and begin without older finalizers.
-        Finalize(None, self._end, exitpriority=0)
+        Finalize(None, self._last, (self._is_child,), exitpriority=0)
         register_after_fork(self, Writer._at_exit)
-
-    def _end(self) -> None:
-        self._last(self._is_child)
 
     def _forked(self) -> None:
         """In a forked child, which has none of its parent's threads."""
