@@ -445,7 +445,7 @@ def test_which_operands_a_kernel_of_groups_reads() -> None:
     a, b, offs = torch.empty(8, 32, dtype=BF16), torch.empty(3, 16, 32, dtype=BF16).mT, torch.zeros(3).int()
 
     def fits(a: Any = a, b: Any = b, bias: Any = None, **words: Any) -> bool:
-        return grouped.fits(a, b, offs, bias, "cpu", **words)
+        return grouped.fits(a, b, offs, bias, **words)
 
     assert fits() and fits(a.half(), b.half()) and fits(b=b.contiguous())
     assert fits(bias=torch.empty(16, dtype=BF16)) and fits(bias=torch.empty(3, 16, dtype=BF16))
@@ -456,7 +456,6 @@ def test_which_operands_a_kernel_of_groups_reads() -> None:
         {"bias": torch.empty(15, dtype=BF16)}, {"bias": torch.empty(2, 16, dtype=BF16)},
     ):  # fmt: skip
         assert not fits(**changes), changes
-    assert not grouped.fits(a, b, offs, None, "cuda")
     along = torch.empty(8, 16, dtype=BF16)
     assert fits(a.t(), along) and not fits(a.t(), along, bias=torch.empty(16, dtype=BF16))
     assert not fits(a.t()[None], along)

@@ -186,7 +186,7 @@ class Groups(extension.Family):
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any
     ) -> tuple[Any, Callable[[Kernel], Launch]] | None:
         """See `Family.decide`."""
-        if not fits(a, b, offs, bias, a.device.type, gated=bool(gate), scales=scales):
+        if not fits(a, b, offs, bias, gated=bool(gate), scales=scales):
             return None
         try:
             choice = _choice_for(a, b, offs, gate)
@@ -292,13 +292,12 @@ def fits(
     b: Any,
     offs: Any,
     bias: Any,
-    device_type: str = "cuda",
     *,
     gated: bool = False,
     scales: Any = None,
 ) -> bool:
     """Whether kernels can read these operands in place. Groups lie along k if b has 2 dimensions."""
-    if a.device.type != device_type or (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+    if (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
         return False
     if b.ndim == 2:
         return bias is None and a.ndim == 2 and not along_k.objection(a.mT, b, offs)

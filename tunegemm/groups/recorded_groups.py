@@ -99,7 +99,7 @@ class GroupedCall:
         beside = self.scale_b if scaled else self.bias
         words: dict[str, Any] = {"gated": bool(self.gate), "scales": self.scale_a}
         is_aligned = (a.data_ptr() | b.data_ptr()) % MAX_ALIGNMENT == 0
-        if not is_aligned or not fits(a, b, self.offs, beside, a.device.type, **words):
+        if not is_aligned or not fits(a, b, self.offs, beside, **words):
             return "grouped kernels do not read operands of this dtype or layout"
         return ""
 
