@@ -8,7 +8,6 @@ it.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,29 +16,20 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
 from tunegemm.dispatch.guards import capturing
-from tunegemm.layers.graph import are_same, storage_of, value, writes
+from tunegemm.layers.graph import are_same, name_of, only_computes, storage_of, value, writes
 
 _attention: Any = functional.scaled_dot_product_attention
 sdpa: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
 """What `attend` calls."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-#: What may compute a mask: each depends on its arguments alone.
-_FUNCTIONS = {
-    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod),
-    *(operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne),
-    *(operator.and_, operator.or_, operator.xor, operator.invert, operator.neg, operator.getitem),
-    *(torch.arange, torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like),
-    *(torch.add, torch.sub, torch.mul, torch.diff, torch.cumsum, torch.where, torch.tril, torch.triu),
-    *(torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne),
-    *(torch.logical_and, torch.logical_or, torch.logical_not),
-    *(torch.bitwise_and, torch.bitwise_or, torch.bitwise_not),
-}
-_METHODS = {
-    *("unsqueeze", "squeeze", "expand", "view", "reshape", "transpose", "contiguous", "to", "bool", "int"),
-    *("long", "float", "new_ones", "new_zeros", "new_full", "cumsum", "tril", "triu"),
-    *("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not"),
-    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"),  # as Dynamo of torch 2.11 has some
-}
+#: The names of functions and methods that may compute a mask: each depends on its arguments alone.
+_COMPUTING = frozenset((
+    "add", "sub", "mul", "floordiv", "mod", "neg", "diff", "cumsum", "lt", "le", "gt", "ge", "eq", "ne",
+    "and_", "or_", "xor", "invert", "logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or",
+    "bitwise_not", "where", "tril", "triu", "arange", "zeros", "ones", "full", "zeros_like", "ones_like",
+    "full_like", "new_zeros", "new_ones", "new_full", "to", "bool", "int", "long", "float", "getitem", "view",
+    "reshape", "unsqueeze", "squeeze", "expand", "transpose", "contiguous",
+))  # fmt: skip
 #: Sets of extents that one mask remembers. Steps of an engine keep bringing new ones.
 _MOST = 4096
 
@@ -132,8 +122,9 @@ def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
         if isinstance(node.meta.get("example_value"), int | torch.SymInt):
             extents[node] = None
             continue
-        known: Any = {"call_function": _FUNCTIONS, "call_method": _METHODS}.get(node.op, ())
-        if node.target not in known or "out" in node.kwargs:
+        name = name_of(node).removeprefix("__").removesuffix("__")  # as Dynamo of torch 2.11 has `__lt__`
+        is_method = node.op == "call_method"
+        if name not in _COMPUTING or "out" in node.kwargs or not (is_method or only_computes(node.target)):
             return None
         nodes.add(node)
         left += node.all_input_nodes
