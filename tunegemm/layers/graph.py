@@ -305,17 +305,10 @@ def only_computes(target: Callable[..., Any]) -> bool:
         return True
     if module == "torch._C" or name.startswith(("_set_", "set_", "_enter", "_exit", "manual_seed")):
         return False
-    if target in _BUILTINS:
+    is_builtin = inspect.isbuiltin(target) and not name.startswith("_")
+    if is_builtin and target in (getattr(torch, name, None), getattr(torch._C._nn, name, None)):
         return True
     return module in ("torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "torch._C._fft")
-
-
-_BUILTINS = frozenset(
-    each
-    for namespace in (torch, torch._C._nn)
-    for name, each in vars(namespace).items()
-    if inspect.isbuiltin(each) and not name.startswith("_")
-)
 
 
 def _is_in_place(node: Node) -> bool:
