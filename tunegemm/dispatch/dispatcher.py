@@ -42,17 +42,13 @@ from tunegemm.dispatch.forms import (
 )
 from tunegemm.dispatch.fx import data_ptr, refuse_proxies
 from tunegemm.dispatch.guards import (
-    TORCHS,
     are_functions_watched,
     autocast,
-    cast_by_autocast,
     current_device,
     deterministic,
     dispatch_modes,
     function_modes,
     grad_enabled,
-    only_checks_operators,
-    reductions_allowed,
 )
 from tunegemm.dispatch.launchers import Plan, are_apart, is_apart_from, is_writable, launch_plan
 from tunegemm.dispatch.planning import MAX_PLANS, Planner
@@ -250,7 +246,7 @@ class Dispatcher:
                     return out
                 except (RuntimeError, ValueError):  # the slow path raises it again and handles it
                     pass
-        if only_checks_operators():
+        if guards.only_checks_operators():
             # If torch computed this first call, a CUDA graph of the next one would keep torch's product.
             with _disable_current_modes():
                 return self.compiled(site, form, a, b, tensors, numbers, out)
@@ -263,7 +259,7 @@ class Dispatcher:
         if recent.plan is None:
             torchs = INTO.get(form.text) if form.out_dtype is None else None
             matrices = a.ndim == b.ndim == 2 and all(tensor.ndim == 1 for tensor in tensors)
-            if torchs is not None and matrices and all(reductions_allowed(a.dtype)):
+            if torchs is not None and matrices and all(guards.reductions_allowed(a.dtype)):
                 state.recent[site] = replace(recent, torchs=torchs)
         elif not recent.plan.reduces:
             state.recent[site] = recent
@@ -308,7 +304,7 @@ class Dispatcher:
             out is None  # torch.matmul(out=) is not cast
             and guards.any_autocast()
             and (form.is_plain or a.dtype.itemsize > 1)  # products of scaled operands are not cast
-            and (cast := cast_by_autocast(a, b, *_cast_along(form, tensors))) is not None
+            and (cast := guards.cast_by_autocast(a, b, *_cast_along(form, tensors))) is not None
         ):
             return self._cast(form, a, b, tensors, numbers, cast)
         elif not guards.is_ordinary(a, b, tensors):
@@ -376,7 +372,7 @@ class Dispatcher:
         """The operands as torch's own calls would cast them: autocast casts the operands of the product's
         call, with bias and C. Later terms keep their dtype, which the result takes if it is wider.
         """
-        if cast is TORCHS:
+        if cast is guards.TORCHS:
             return by_torch(form, a, b, tensors, numbers, None)
         if form.out_dtype is not None:  # the caller defines the dtype of the result, and so of added terms
             return self.fused(form, autocast(a, cast), autocast(b, cast), tensors, numbers)

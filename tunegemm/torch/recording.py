@@ -47,7 +47,6 @@ _PENDING = 256
 _OF_PROBLEM = (
     "m", "n", "k", "batch", "in_dtype", "out_dtype", "a_major", "b_major", "out_major", "alignment",
 )  # fmt: skip
-_BEYOND_KERNELS = "torch broadcasts, converts or resizes one of its tensors, which kernels cannot"
 
 _Key = tuple[Any, ...]
 
@@ -405,7 +404,9 @@ os.register_at_fork(after_in_child=_interception.forget)
 
 def _refusal(call: Operands | Refusal) -> str:
     """Why torch computes a call; empty if a kernel may compute it."""
-    return (call.reason or _BEYOND_KERNELS) if isinstance(call, Refusal) else call.words_refusal
+    if not isinstance(call, Refusal):
+        return call.words_refusal
+    return call.reason or "torch broadcasts, converts or resizes one of its tensors, which kernels cannot"
 
 
 def kind_of(
