@@ -108,7 +108,6 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None], *
     from tunegemm.dispatch.dispatcher import Dispatcher
     from tunegemm.dispatch.launchers import Prepared, prepare
     from tunegemm.dispatch.planning import Planner
-    from tunegemm.torch import functions
 
     def watched(record: Any, device: Device) -> Prepared:
         prepared = prepare(record, device)
@@ -125,4 +124,4 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None], *
     monkeypatch.setattr(planning, "least_ratio", lambda problem, device: 0.0)
     served = Dispatcher(Planner(prepare=watched, **others))
     monkeypatch.setattr(api, "dispatcher", served)
-    monkeypatch.setattr(functions, "product", served.product)
+    monkeypatch.setattr(api, "product", served.product)

@@ -29,7 +29,7 @@ from tunegemm.dispatch.planning import Planner
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.launching import AddressLaunch, AddressLauncher, Launcher, operand_reader
 from tunegemm.store.record import Record
-from tunegemm.torch import functions, ops, takeover
+from tunegemm.torch import ops, takeover
 
 BF16 = torch.bfloat16
 CANDIDATE = Candidate.make("cute_sm90", {"tile_m": 128})
@@ -66,7 +66,7 @@ def serve_with(monkeypatch: pytest.MonkeyPatch, served: Dispatcher, place: str =
     """Every call of the package on tensors of a type of device goes to this dispatcher."""
     before = api.dispatcher
     monkeypatch.setattr(api, "dispatcher", before)  # which undoes `serve_by`
-    monkeypatch.setattr(functions, "product", before.product)
+    monkeypatch.setattr(api, "product", before.product)
     api.serve_by(served)
     monkeypatch.setattr(ops, "DEVICE_TYPE", place)
     monkeypatch.setattr(takeover, "DEVICE_KEYS", (place.upper(),))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import LINEAR, MATMUL
 from tunegemm.errors import ProblemError
 from tunegemm.torch import functions, linear, ops, takeover
@@ -24,10 +25,8 @@ Asked = list[tuple[Any, ...]]
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """What the dispatcher is asked."""
     calls: Asked = []
-    monkeypatch.setattr(functions, "product", lambda *given: calls.append(given))
-    monkeypatch.setattr(
-        functions.api, "dispatcher", SimpleNamespace(fused=lambda *given: calls.append(given))
-    )
+    monkeypatch.setattr(api, "product", lambda *given: calls.append(given))
+    monkeypatch.setattr(api, "dispatcher", SimpleNamespace(fused=lambda *given: calls.append(given)))
     return calls
 
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tunegemm.choose.policies import Policy, Preference
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.states import Block, begin, end, end_with_outer
 
 #: Computes all products of the process.
 dispatcher = Dispatcher()
-_followers: list[Callable[[Dispatcher], None]] = []
+#: Its method, which each call would bind anew.
+product = dispatcher.product
 
 
 def serve_by(other: Dispatcher) -> Dispatcher:
     """Let another dispatcher compute all products from now on; returns the previous one."""
-    global dispatcher
-    before, dispatcher = dispatcher, other
-    for follower in _followers:
-        follower(other)
+    global dispatcher, product
+    before, dispatcher, product = dispatcher, other, other.product
     return before
-
-
-def follow(follower: Callable[[Dispatcher], None]) -> None:
-    """Call `follower` with the dispatcher, now and whenever another one replaces it.
-
-    For hot paths that keep a bound method of the dispatcher.
-    """
-    _followers.append(follower)
-    follower(dispatcher)
 
 
 def refresh() -> None:

@@ -11,7 +11,6 @@ import torch
 
 from tunegemm.describe.epilogue import ACTIVATIONS, GATE_OF, GATED, Epilogue
 from tunegemm.dispatch import api
-from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, Activation, check_dtype, form_of
 from tunegemm.dispatch.fx import node_of, rank, refuse_proxies
 from tunegemm.dispatch.guards import are_functions_watched, function_modes
@@ -33,16 +32,6 @@ _TEXTS = {
     for no_bias in (True, False)
     for no_residual in (True, False)
 }
-
-
-def _follow(dispatcher: Dispatcher) -> None:
-    """Bind everything that each call needs, because looking up an attribute would cost it 30 ns more."""
-    global product
-    product = dispatcher.product
-
-
-product = api.dispatcher.product
-api.follow(_follow)
 
 
 class Extras(TypedDict, total=False):
@@ -87,7 +76,7 @@ def matmul(
             return _matmul_and_more(a, b, out, **extras)
         if compiling_now():
             return ops.traced_matmul(a, b, out)
-        return product(MATMUL, a, b, out)
+        return api.product(MATMUL, a, b, out)
     except TypeError as error:
         for name in extras:
             if name not in Extras.__annotations__:
@@ -113,7 +102,7 @@ def linear(
             if compiling_now():
                 return ops.traced_linear(x, weight, bias)
             if bias is None:
-                return product(LINEAR, x, weight)
+                return api.product(LINEAR, x, weight)
             return api.dispatcher.fused(WITH_BIAS, x, weight, (bias,))
         text = _text(activation, bias is None, residual is None)
         return _fused(LINEAR, text, x, weight, _present(bias, residual))
@@ -163,7 +152,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> 
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
     if is_compiling:
         return ops.traced_matmul(a, b, out)
-    return product(MATMUL, a, b, out)
+    return api.product(MATMUL, a, b, out)
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -176,7 +165,7 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     if compiling_now():
         return ops.traced_matmul(a, b, out)
-    return product(BMM, a, b, out)
+    return api.product(BMM, a, b, out)
 
 
 def addmm(

@@ -58,7 +58,7 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
         return _torchs(input, weight, bias)
     try:
         if bias is None:
-            return functions.product(LINEAR, input, weight)
+            return api.product(LINEAR, input, weight)
         return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
     except TypeError as error:
         node = module_node(layer, input)
