@@ -14,6 +14,7 @@ from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.errors import ProblemError, TunegemmWarning
+from tunegemm.layers import mlp, sites
 from tunegemm.torch.linear import TunedLinear, is_tuned, untuned
 
 #: Numbers of rows that a line speaks of: of decoding, and of prompts.
@@ -87,8 +88,6 @@ def patch(model: torch.nn.Module, *, fuse: bool = False, report: bool = False) -
             stacklevel=2,
         )
     if fuse:
-        from tunegemm.layers import mlp
-
         mlp.fuse(model)
     return Report(len(layers), tuple(lines_of(model))) if report else len(layers)
 
@@ -100,8 +99,6 @@ def unpatch(model: torch.nn.Module) -> int:
     `torch.nn.Linear` again. Raises ProblemError if `model` is not a module.
     """
     _check_model(model)
-    from tunegemm.layers import mlp
-
     mlp.unfuse(model)
     modules = [module for module in model.modules() if is_tuned(type(module))]
     for module in modules:
@@ -118,8 +115,6 @@ def _check_model(model: torch.nn.Module) -> None:
 
 def lines_of(model: torch.nn.Module) -> Iterator[Line]:
     """A line for each linear layer of a patched model, and for each MLP whose forward was replaced."""
-    from tunegemm.layers import mlp
-
     known: dict[Hashable, str] = {}
     for name, module in model.named_modules():
         if isinstance(forward := vars(module).get("forward"), mlp.Forward):
@@ -127,7 +122,10 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             layer = module._modules[places.gate]
             rows = "no kernel"
             if isinstance(layer, torch.nn.Linear):
-                rows = _said(layer.weight, _serves_gate(GATE_OF[places.activation(module)], layer.weight))
+                weight, gate = layer.weight, GATE_OF[places.activation(module)]
+                (n, k), gpu = weight.shape, extension.gpu_of(weight.device)
+                serves = partial(sites.chosen, ns=(n, n), k=k, dtype=weight.dtype, gpu=gpu, gate=gate)
+                rows = _said(weight, serves)
             yield Line(
                 name, "fused", f"{places.gate}, {places.up} and their gate form a known pattern: {rows}"
             )
@@ -143,13 +141,6 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             yield Line(name, "left", "torch computes its projections in one product if possible")
         elif isinstance(module, torch.nn.Linear):
             yield Line(name, "left", f"{type(module).__name__} is a subclass with its own forward")
-
-
-def _serves_gate(gate: str, weight: torch.Tensor) -> Callable[[int], object]:
-    from tunegemm.layers import sites
-
-    (n, k), gpu = weight.shape, extension.gpu_of(weight.device)
-    return lambda m: sites.chosen(m, (n, n), k, weight.dtype, gpu, gate=gate)
 
 
 def _said(weight: torch.Tensor, serves: Callable[[int], object]) -> str:
