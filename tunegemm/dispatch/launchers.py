@@ -30,6 +30,7 @@ from tunegemm.generate.launching import (
     tma_takes,
     words_binder,
 )
+from tunegemm.store import packs
 from tunegemm.store.checks import record_objection
 from tunegemm.store.record import Record
 
@@ -98,8 +99,6 @@ def find_object(record: Record, device: Device) -> Path | None:
         raise ArtifactError(f"its record cannot run here: {wrong}")
     if not family.compiled:
         return None
-    from tunegemm.store import packs
-
     artifact = packs.find(family.kernel_key(problem, candidate, device))
     if artifact is None:
         raise ArtifactError("its compiled kernel is not in the object store")

@@ -24,6 +24,7 @@ from tunegemm.describe.served import Served
 from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmError
 from tunegemm.groups.recorded_groups import dtype_of
+from tunegemm.torch import takeover
 from tunegemm.torch.processes import Writer
 
 #: Names the folder in which each process of `tunegemm run` writes its counts.
@@ -99,8 +100,6 @@ def serve_process() -> None:
     At the end it prints a line about served products, if there were any products. If `PARTS` is set, the
     process writes its counts there instead, and `tunegemm run` adds them up.
     """
-    from tunegemm.torch import takeover
-
     counts, folder = Counts(), os.environ.get(PARTS)
     try:
         takeover.begin(counts.counting)

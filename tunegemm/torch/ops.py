@@ -27,6 +27,7 @@ from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
 from tunegemm.dispatch.guards import is_transformed
 from tunegemm.dispatch.unfused import unfused
+from tunegemm.torch.lowering import lower
 
 #: Products on other devices stay torch's operators in a graph, where its compiler may fuse them.
 DEVICE_TYPE = "cuda"
@@ -47,8 +48,6 @@ def teach_inductor() -> None:
     """Call `lower` if a graph is being traced. Torch 2.11 reports `is_compiling` only to traced code and to
     exports."""
     if torch.compiler.is_compiling() or TracingContext.try_get() is not None:
-        from tunegemm.torch.lowering import lower
-
         lower()
 
 
