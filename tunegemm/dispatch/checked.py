@@ -149,11 +149,8 @@ class Checked:
 
 def _are_one(tensor: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two views have the same elements at the same addresses."""
-    return (tensor.data_ptr(), tensor.dtype, tensor.shape) == (
-        second.data_ptr(),
-        second.dtype,
-        second.shape,
-    ) and all(
+    facts = [(each.data_ptr(), each.dtype, each.shape) for each in (tensor, second)]
+    return facts[0] == facts[1] and all(
         extent == 1 or stride == other
         for extent, stride, other in zip(tensor.shape, tensor.stride(), second.stride(), strict=True)
     )

@@ -189,16 +189,13 @@ class Planner:
             state = self.look() if known else self.state
             if key in state.plans:
                 return state, state.plans[key]
-            if self._is_missing(state, call):
-                state.make_room(MAX_PLANS)
-                state.plans[key] = None
-                return state, None
             plan: Plan | Composed | None = None
-            with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
-                plan = self._make_plan(state, call)
-                composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
-                if composed and self._has_tuned_product(state, form, a, b):
-                    plan = COMPOSED
+            if not self._is_missing(state, call):
+                with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
+                    plan = self._make_plan(state, call)
+                    composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
+                    if composed and self._has_tuned_product(state, form, a, b):
+                        plan = COMPOSED
             state.make_room(MAX_PLANS)
             state.plans[key] = plan
         return state, plan

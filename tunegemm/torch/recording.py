@@ -109,7 +109,6 @@ class Recording:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._program = tuple(sys.argv)
-        self._pid = os.getpid()
         self._tallies: dict[_Key, _Tally] = {}
         self._unknown_replays = 0
 
