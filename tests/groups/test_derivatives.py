@@ -145,7 +145,7 @@ def test_a_gradient_of_fp8_weights_is_refused_in_the_backward_pass(compiled: boo
 
 def test_kernels_refuse_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     served = torch.zeros(16, 128)
-    monkeypatch.setattr(blocks, "product", lambda *_: served)
+    monkeypatch.setattr(blocks, "product", lambda *_, scale_k: served)
     weight = torch.nn.Parameter(WEIGHTS[0])
     result = tunegemm.scaled_mm(A, weight.t(), OF_A, OF_WEIGHTS[0].t(), out_dtype=F32)
     with pytest.raises(RuntimeError, match=r"derivative for tunegemm\.scaled_mm is not implemented"):
