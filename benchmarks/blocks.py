@@ -92,14 +92,12 @@ GROUPS = {
     "DeepSeek-V3 32 experts down": (32, 1, 7168, 2048),
 }
 TOKENS = ("1", "16", "128", "1024", "4096")
-SKEWS_OF_GROUPS = ("uniform", "typical")
 ROWS = ("1", "2", "4", "8", "16", "32", "64", "65", "128", "129", "256", "257", "512", "2048", "8192")
 BETWEEN = ("48", "96", "192", "384", "1024", "4096")  # of races
 _STEADY_ROWS = 2048
 _TURN_MS = 24.0
 _MOST_DIVISIONS = 24
-_MASKED_BYTES = 8 << 30
-"""DeepGEMM's masked product has room for the largest group in all groups: it is timed up to so many bytes."""
+_MASKED_BYTES = 8 << 30  # DeepGEMM's masked product has room for the largest group in all groups
 _ERROR = 4e-3
 _SHOWN = ("torch", "bf16", "deepgemm", "contiguous", "masked", "tunegemm", "kernel", "quantize")
 #: Ratios of a row, by the sides of which they have the fastest one.
@@ -458,7 +456,7 @@ def peers_of_groups(
 
 def _rows(results: Results, run: Run) -> Iterator[dict[str, Any]]:
     """Layer by layer, because drawing weights of experts takes longer than a row."""
-    skews, experts = SKEWS_OF_GROUPS if run.options.groups else ("",), None
+    skews, experts = ("uniform", "typical") if run.options.groups else ("",), None
     every = itertools.product(run.options.layers, map(int, run.options.rows), skews)
     cases = sorted(itertools.starmap(Case, every), key=lambda case: results.find(case.named) is not None)
     for case in within(run.options.seconds, cases):

@@ -1,7 +1,6 @@
 """Times vLLM with and without tunegemm's plug-in: tokens per second of a Llama model with random weights.
 
-    python -m benchmarks.vllm --only bf16 --seconds 230   # one kind; invariant: VLLM_BATCH_INVARIANT=1;
-                                                          # blocks: fp8 with a scale for each 128x128
+    python -m benchmarks.vllm --only bf16 --seconds 230   # or fp8, blocks, invariant: VLLM_BATCH_INVARIANT=1
 
 With a quarter of Llama-3-8B's layers, a decode step would take 1 ms of the GPU and 2 of the host's
 scheduling, which hides kernels. The three engines of a kind, two of them without the plug-in, start

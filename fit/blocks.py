@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser, table = parser_of("fit.blocks", __doc__, gpu=False), data_path("db", "blocks.toml")
     parser.add_argument("races", nargs="+", type=Path, help="files of `benchmarks.blocks --every`")
     parser.add_argument(
-        "--most-loss", type=float, default=0.001, help="by a kernel less; default: %(default)s"
+        "--most-loss", type=float, default=0.0003, help="by a kernel less; default: %(default)s"
     )
     parser.add_argument("--write", nargs="?", type=Path, const=table, help="a table anew; default: %(const)s")
     options = parser.parse_args(arguments)
