@@ -197,6 +197,8 @@ def test_rows_decide_who_multiplies_with_block_scales(monkeypatch) -> None:
 
     def theirs(a, weight, scale_a, scale):
         seen.append(("own", *a.shape, a.dtype))
+        if scale.shape != (2, 3):
+            return torch.zeros(a.shape[0], 200, dtype=BF16)
         left, scales = quantised(a) if a.dtype == BF16 else (a, scale_a)
         return blocks.emulated(left, weight.t(), scales, scale.t(), None, BF16)
 

@@ -40,8 +40,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of the CPU are served, by fp32 in place of a kernel."""
 
     def product(
-        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype,
+        *, scale_k: int = 128,
+    ) -> torch.Tensor:  # fmt: skip
+        assert scale_k == 128
         return blocks.emulated(a, b, scale_a, scale_b, None, dtype)
 
     monkeypatch.setattr(ours, "is_hopper", lambda device: True)
