@@ -345,7 +345,7 @@ def vllm(data: Data) -> list[str]:
     rows = data["rows"]
 
     def name_of(row: Row) -> str:
-        return f"{row['dtype'].replace('blocks', 'block-scaled fp8')}{_MODES[row['mode']]} {row['phase']}"
+        return f"{row['dtype'].replace('blocks', 'fp8-blocks')}{_MODES[row['mode']]} {row['phase']}"
 
     columns: Columns = {
         "what": lambda row: name_of(row) + ", gate in the product" * row.get("gates", False),
