@@ -275,6 +275,14 @@ def test_any_number_of_rows_is_one_graph(kernels: Kernels) -> None:
     assert [rows for rows, *_ in kernels.gates] == [3, 7, 7, 33, 520]
 
 
+def test_a_weight_of_any_extent_is_torchs() -> None:
+    run, found = compiled(F.linear, dynamic=True)
+    for n in (32, 48):
+        x, weight, bias = (torch.randn(shape).to(torch.bfloat16) for shape in ((4, 64), (n, 64), (n,)))
+        close(run(x, weight, bias), F.linear(x, weight, bias))
+    assert not found
+
+
 def test_other_views_of_an_input_are_right() -> None:
     """A graph for any strides: an input whose rows have gaps, one that is transposed, one without rows."""
     model = made(Own(GATES["operator"]))

@@ -83,7 +83,7 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         return None
     if not weights:
         return x.dtype, x.device
-    columns = {weight.shape[0] for weight in weights}
+    columns = [weight.shape[0] for weight in weights]  # no set: symbols have no hash
     if (
         not all(is_matrix(weight) for weight in weights)
         or not are_same(x.shape[-1:], weights[0].shape[1:])
