@@ -39,6 +39,7 @@ from tunegemm.dispatch.forms import MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared, prepare
 from tunegemm.errors import TunegemmWarning
 from tunegemm.generate import families, generator
+from tunegemm.generate.families import kernel_source_hash
 from tunegemm.report.explain import candidate_of
 from tunegemm.store import packs
 from tunegemm.store.packs import Pack
@@ -250,6 +251,41 @@ def test_nothing_is_begun_while_a_graph_is_captured(serving, kernel, pools, monk
     monkeypatch.setattr(planning, "capturing", lambda device: False)
     dispatcher.planner.refresh()
     until(lambda: is_served(dispatcher, kernel))
+
+
+@pytest.mark.usefixtures("known")
+def test_a_kernel_that_is_compiled_changes_no_other_decision(serving, device, kernel, monkeypatch) -> None:
+    """A failed launch is not repeated, and a graph that is captured then keeps the kernels of its warm-up."""
+    failing, plain, tries = Problem(16, 128, 64), Problem(32, 128, 64), []
+
+    def failed(*_: torch.Tensor) -> None:
+        tries.append(failing)
+        raise RuntimeError("no such kernel")
+
+    def loaded(record, device) -> Prepared:
+        launches = {failing: failed, plain: kernel}
+        if record.problem in launches:
+            return Prepared(launches[record.problem])
+        assert prepare(record, device).launch is not None
+        return Prepared(kernel, tma=True)
+
+    rows = [Row(one, device.fingerprint, CANDIDATE) for one in (PROBLEM, plain)]
+    library, source = candidate_of("cublaslt"), kernel_source_hash("cublaslt")
+    rows.append(Row(failing, device.fingerprint, library, kernel_source=source))
+    dispatcher, form, (a, b) = serving(*rows, prepare=loaded), form_of(MATMUL, "gelu"), matrices(plain)
+    with pytest.warns(TunegemmWarning, match="failed to launch"):
+        dispatcher.matmul(*matrices(failing))
+    with pytest.warns(TunegemmWarning, match="gelu on .*no record"):
+        dispatcher.fused(form, a, b, ())
+    served = kernel.calls.copy()
+    assert len(served) == 1, "by the product's kernel"
+    until(lambda: is_served(dispatcher, kernel))
+    monkeypatch.setattr(planning, "capturing", lambda device: True)
+    kernel.calls.clear()
+    quietly(dispatcher.fused, form, a, b, ())
+    assert kernel.calls == served
+    monkeypatch.setattr(planning, "capturing", lambda device: False)
+    assert right(dispatcher, failing) and len(tries) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_said_once(serving, kernel, host: Path, pools) -> None:

@@ -49,6 +49,8 @@ class Prepared:
     """The record it was prepared from; None in `TORCH`."""
     compiling: str = ""
     """The name of the record's kernel while it is being compiled; there is no launcher until then."""
+    waiting: set[tuple[Any, ...]] = field(default_factory=set, compare=False)
+    """Keys of plans that fall back until it is compiled."""
 
     @property
     def address_bytes(self) -> int:

@@ -192,7 +192,7 @@ class Planner:
             plan: Plan | Composed | None = None
             if not self._is_missing(state, call):
                 with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
-                    plan = self._make_plan(state, call)
+                    plan = self._make_plan(state, key, call)
                     composed = plan is None and not form.is_plain and form.call != BELOW_AUTOGRAD
                     if composed and self._has_tuned_product(state, form, a, b):
                         plan = COMPOSED
@@ -253,7 +253,7 @@ class Planner:
     def _every_state(self) -> list[State]:
         return [*self.states.all(), *(self._suspended.all() if self._suspended else ())]
 
-    def _make_plan(self, state: State, call: Call) -> Plan | None:
+    def _make_plan(self, state: State, key: tuple[Any, ...], call: Call) -> Plan | None:
         form, a, b, tensors, _, out = call
         name, others = form.name(a), (b, *tensors) if out is None else (b, *tensors, out)
         if any(tensor.device != a.device for tensor in others):
@@ -284,6 +284,8 @@ class Planner:
             ranges = state.misses.get(_weight(problem, index))
             if ranges is not None and b.ndim == 2 and problem.batch == 1:
                 state.misses[_but_for_rows(call)] = ranges
+            if prepared is not None and prepared.compiling:
+                prepared.waiting.add(key)
             return None
         if (refused := refusal_of(prepared, asked, a, b)) is not None:
             if refused.reason and name:

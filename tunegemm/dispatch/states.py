@@ -108,17 +108,24 @@ class State:
                 continue
             if record.candidate.kernel == other.candidate.kernel:  # their dtypes and majors may differ
                 self.plans[key] = None
-                self.prepared[problem, index] = Prepared(record=record, compiling=kernel)
+                known = self.prepared.get((problem, index))
+                if known is None or known.compiling != kernel:
+                    known = self.prepared[problem, index] = Prepared(record=record, compiling=kernel)
+                known.waiting.add(key)
         self.forget_checks()
 
     def forget_missing(self, kernel: str) -> None:
-        """Forget who waits for this kernel, and all plans that fell back to torch: those name no kernel."""
-        waits = [place for place, item in self.prepared.items() if item and item.compiling == kernel]
-        if waits:
-            for place in waits:
+        """Forget plans that fell back because this kernel was missing, so that they are made again.
+
+        Others stay: a graph that is captured meanwhile needs them, and a failed launch is not repeated.
+        """
+        for place, item in list(self.prepared.items()):
+            if item is not None and item.compiling == kernel:
                 del self.prepared[place]
-            self.plans = {key: plan for key, plan in self.plans.items() if plan}
-            self.forget_checks()
+                for key in item.waiting:
+                    if not self.plans.get(key, key):
+                        del self.plans[key]
+                self.forget_checks()
 
     def forget(self, problem: Problem) -> None:
         """Forget the plans of a problem, and all plans that fell back to torch, because those name no
