@@ -124,6 +124,8 @@ def test_what_is_not_quantised_is_refused_in_one_line(x: Any, words: Any, says: 
             tunegemm.quantize(x)
         with pytest.raises(ProblemError, match=says):
             torch.ops.tunegemm.quantize(x, None, False)
+        with pytest.raises(ProblemError, match=says):
+            torch.func.grad(lambda x: tunegemm.quantize(x)[1].sum())(x.detach())
 
 
 def test_what_is_no_tensor_is_named() -> None:

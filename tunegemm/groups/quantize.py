@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -116,6 +116,12 @@ def _fake(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
     return x.new_empty((rows, k), dtype=_FP8), scales
 
 
+def _above_autograd(keyset: Any, x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
+    _check(x, gate)
+    operator = torch.ops.tunegemm.quantize.default
+    return cast(Quantized, extension.without_derivative(operator, _quantized, keyset, x, gate, power_of_two))
+
+
 def _vmap(
     info: Any, in_dims: Any, x: torch.Tensor, gate: str | None, power_of_two: bool
 ) -> tuple[Quantized, tuple[int, int]]:
@@ -129,5 +135,6 @@ extension.define(
     _quantized,
     _fake,
     (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout),
+    _above_autograd,
 )
 torch.library.register_vmap("tunegemm::quantize", _vmap, lib=extension.library)
