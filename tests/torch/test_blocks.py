@@ -172,6 +172,24 @@ def test_enable_serves_torchs_scales_of_1x32_that_are_not_swizzled(
             scaled_mm(*square[:2], square[2], kind, square[3], kind, **words)
 
 
+def test_enable_leaves_torchs_errors_about_scales_of_1x32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
+    a, b, scale_a, scale_b = narrow(5, 208, 512, 1)
+    one, kind = torch.ones(()), [ScalingType.BlockWise1x32.value]
+    for name, (left, right, of_a, of_b, recipe_a, recipe_b) in {
+        "no dimension": (a, b, one, one, kind, kind),
+        "fp64": (a, b, scale_a.double(), scale_b, kind, kind),
+        "other k": (a, b[:256], scale_a, scale_b, kind, kind),
+        "both recipes for a": (a, b, scale_a, scale_b, kind * 2, []),
+    }.items():
+        words = left, right, [of_a], recipe_a, [0], [of_b], recipe_b, [0], None, BF16
+        with pytest.raises((RuntimeError, ValueError)) as torchs:
+            torch.ops.aten._scaled_mm_v2(*words)
+        with tunegemm.enable(), pytest.raises(Exception) as ours:
+            torch.ops.aten._scaled_mm_v2(*words)
+        assert (ours.type, str(ours.value)) == (torchs.type, str(torchs.value)), name
+
+
 def test_autocast_leaves_the_fp32_product() -> None:
     given = operands(5, 200, 400)
     with torch.autocast("cpu", dtype=BF16):

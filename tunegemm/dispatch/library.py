@@ -168,9 +168,10 @@ def _scales(name: str, value: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
     if name == "_scaled_mm":
         return None if value.get("scale_result") is not None else (scale_a, scale_b, ())
     swizzled = any(value["swizzle_a"]) or any(value["swizzle_b"])
-    if len(scale_a) != 1 or len(scale_b) != 1 or swizzled or value.get("contraction_dim"):
+    given = scale_a, scale_b, value["recipe_a"], value["recipe_b"]
+    if any(len(each) != 1 for each in given) or swizzled or value.get("contraction_dim"):
         return None
-    return scale_a[0], scale_b[0], (*value["recipe_a"], *value["recipe_b"])
+    return scale_a[0], scale_b[0], (*given[2], *given[3])
 
 
 def block_scales(name: str, arguments: Sequence[Any]) -> tuple[Any, Any, Any, Any, Any, bool] | None:

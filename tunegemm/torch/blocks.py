@@ -219,12 +219,14 @@ def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]
     out = keywords.get("out")
     if not is_narrow:
         return product(*value[:5], out) if are_of_blocks(*value[:4]) else None
-    # Torch says no shape for scales of 1x32 that are not swizzled: b's may lie as b does, or as its columns.
-    columns, along = b.shape[-1], scale_a.shape[-1]
-    given = a, b, scale_a, scale_b.t() if scale_b.shape == (columns, along) else scale_b
-    if columns == along or given[3].shape != (along, columns) or not a.dtype == b.dtype == _FP8:
+    if not a.ndim == b.ndim == scale_a.ndim == scale_b.ndim == 2 or a.shape[1] != b.shape[0]:
         return None
-    if scale_k_of(*given) != NARROW:
+    if not a.dtype == b.dtype == _FP8 or not {scale_a.dtype, scale_b.dtype} <= {torch.float32, _E8M0}:
+        return None
+    # Torch says no shape for scales of 1x32 that are not swizzled: b's may lie as b does, or as its columns.
+    columns, along = b.shape[1], scale_a.shape[1]
+    given = a, b, scale_a, scale_b.t() if scale_b.shape == (columns, along) else scale_b
+    if columns == along or given[3].shape != (along, columns) or scale_k_of(*given) != NARROW:
         return None
     result = product(*given, out_dtype, out, scale_k=NARROW)
     return emulated(*given, None, out_dtype) if result is None and out is None else result
