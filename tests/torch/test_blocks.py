@@ -142,6 +142,22 @@ def test_what_fits_two_blocks_is_of_128() -> None:
     assert own.scale_k_of(a, b, torch.ones(5, 4), torch.ones(4, 1)) == 0
 
 
+@pytest.mark.parametrize(("shape", "block"), [((5, 40, 32), 32), ((5, 1, 32), 32), ((5, 1, 100), 128)])
+@pytest.mark.parametrize("coarse", [(True, True), (True, False), (False, True)])
+def test_e8m0_scales_of_one_block_of_k_are_no_scales_of_rows(
+    shape: tuple[int, int, int], block: int, coarse: tuple[bool, bool]
+) -> None:
+    """Their shapes are (m, 1) and (1, n), too, and torch has no E8M0 scales of rows."""
+    rows, n, k = shape
+    a, b = torch.randn(rows, k).to(FP8), torch.randn(n, k).to(FP8).t()
+    scales = [2.0 ** torch.randint(-9, 9, of) for of in ((rows, 1), (1, n))]
+    given = [each.to(E8M0) if is_coarse else each for each, is_coarse in zip(scales, coarse, strict=True)]
+    expected = (a.double() * scales[0]) @ (b.double() * scales[1])
+    for function in (tunegemm.scaled_mm, torch.compile(tunegemm.scaled_mm, backend="aot_eager")):
+        result = function(a, b, *given, out_dtype=F32)
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_graphs_hold_scales_of_32_of_k() -> None:
     for given in (narrow(5, 200, 400, 1, 0, 1), narrow(5, 200, 400, 32)):
         expected = Scaled()(*given)
@@ -343,6 +359,8 @@ def test_scales_that_int8_lacks_are_named(scale_a: tuple[int, ...], scale_b: tup
         ProblemError, match=r"of int8; give .* scales of one element, or \(m, 1\) and \(1, n\)"
     ):
         tunegemm.scaled_mm(a, b, torch.ones(scale_a), torch.ones(scale_b))
+    with pytest.raises(ProblemError, match=r"scale_a is \(\) torch.float8_e8m0fnu.*; give .* float32 scales"):
+        tunegemm.scaled_mm(a, b, torch.ones(()).to(E8M0), torch.ones(()))
 
 
 @pytest.mark.parametrize("scale_a", [torch.ones(()), torch.ones(5, 1), SCALE_A])

@@ -89,7 +89,10 @@ def scale_steps(
     """
     if rank(a) != 2 or rank(b) != 2:
         return ""
-    if (num_elements(scale_a), num_elements(scale_b)) == (1, 1):
+    counts = num_elements(scale_a), num_elements(scale_b)
+    if torch.float8_e8m0fnu in (scale_a.dtype, scale_b.dtype):
+        return ""  # of a single block of k
+    if counts == (1, 1):
         return "scale_tensor+bias_n" if bias else "scale_tensor"
     if scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1]):
         return "scale_rowwise+bias_n" if bias else "scale_rowwise"

@@ -133,8 +133,9 @@ def scaled_mm(
     arguments = a, b, scale_a, scale_b
     if a.dtype == torch.int8:
         raise ProblemError(
-            f"scale_a is {tuple(scale_a.shape)}, scale_b {tuple(scale_b.shape)} for {tuple(a.shape)} x "
-            f"{tuple(b.shape)} of int8; give (m, k), (k, n) and scales of one element, or (m, 1) and (1, n)"
+            f"scale_a is {tuple(scale_a.shape)} {scale_a.dtype}, scale_b {tuple(scale_b.shape)} "
+            f"{scale_b.dtype} for {tuple(a.shape)} x {tuple(b.shape)} of int8; give (m, k), (k, n) and "
+            "float32 scales of one element, or (m, 1) and (1, n)"
         )
     is_traced = torch.compiler.is_compiling() or isinstance(a, FakeTensor)
     if torch.compiler.is_exporting() or all(
