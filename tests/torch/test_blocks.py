@@ -158,6 +158,15 @@ def test_e8m0_scales_of_one_block_of_k_are_no_scales_of_rows(
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shared", [1, 32])
+@pytest.mark.parametrize("batched", [(None, None, 0, None), (None, None, None, 0), (0, None, None, None)])
+def test_vmap_takes_further_scales(shared: int, batched: tuple[int | None, ...]) -> None:
+    given = narrow(5, 48, 256, shared)
+    many = [torch.stack((each, each)) if of == 0 else each for each, of in zip(given, batched, strict=True)]
+    result = torch.func.vmap(Scaled(), in_dims=batched)(*many)
+    torch.testing.assert_close(result, Scaled()(*given).expand(2, 5, 48))
+
+
 def test_graphs_hold_scales_of_32_of_k() -> None:
     for given in (narrow(5, 200, 400, 1, 0, 1), narrow(5, 200, 400, 32)):
         expected = Scaled()(*given)

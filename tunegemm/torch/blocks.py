@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import check_dtype
+from tunegemm.dispatch.guards import functorch_level
 from tunegemm.dispatch.launchers import is_apart_from
 from tunegemm.dispatch.library import block_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
@@ -186,7 +187,7 @@ def emulated(
 def _scaled(values: torch.Tensor, scale: torch.Tensor, scale_k: int, dtype: torch.dtype) -> torch.Tensor:
     """fp8 (lines, K) times scales (lines, K / scale_k)."""
     k, scale = values.shape[1], scale.to(dtype)
-    if k % scale_k:
+    if k % scale_k or functorch_level() is not None:  # vmap may have several scales for the same values
         return values.to(dtype) * scale.repeat_interleave(scale_k, 1)[:, :k]
     return values.to(dtype).unflatten(1, (-1, scale_k)).mul_(scale[:, : k // scale_k, None]).flatten(1)
 
