@@ -292,6 +292,7 @@ A, B, SCALE_A, SCALE_B = operands(5, 300, 400)
         (SCALE_A, SCALE_B.to(BF16), r"scale_b is torch.bfloat16; .* scale_b.float\(\)"),
         (torch.ones(5, 13), torch.ones(300, 13), r"scale_b is \(300, 13\).*transpose it"),
         (torch.ones(5, 13), torch.ones(13, 11), r"scale_b is \(13, 11\).*; blocks of 32 have \(13, 300\)"),
+        (torch.ones(5, 13), torch.ones(10, 13), r"scale_b is \(10, 13\).*transpose it"),
         (torch.ones(13, 5), torch.ones(13, 300), r"scale_a is \(13, 5\).*transpose it"),
         (torch.ones(5, 13), torch.ones(13, 10).to(BF16), r"scale_b is torch.bfloat16; .* scale_b.float\(\)"),
     ],

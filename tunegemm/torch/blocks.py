@@ -99,7 +99,9 @@ def check_scales(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_
     block, shapes = BLOCK, {"scale_a": (rows, along), "scale_b": (along, blocks_of(n))}
     narrow = blocks_of(k, NARROW)
     if narrow != along and narrow in (scale_a.shape[1], scale_b.shape[0]):
-        block, shapes = NARROW, {"scale_a": (rows, narrow), "scale_b": (narrow, n)}
+        across = blocks_of(n, NARROW)
+        across = across if across in scale_b.shape else n
+        block, shapes = NARROW, {"scale_a": (rows, narrow), "scale_b": (narrow, across)}
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         shape = shapes[name]
         if tuple(scale.shape) == shape:
