@@ -166,7 +166,7 @@ def emulated(
     bias: torch.Tensor | None, out_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     """The product in fp32 where torch does not support it: on a CPU, and without a kernel for operands that
-    torch rejects. On a GPU it is of bf16 operands if E8M0 scales those exactly.
+    torch rejects. On a GPU it is of bf16 operands if both scales are E8M0: exact within bf16's range.
     """
     scale_k, n = scale_k_of(a, b, scale_a, scale_b), b.shape[1]
     out_dtype = a.dtype if out_dtype is None else out_dtype

@@ -215,8 +215,8 @@ def scaled_mm(
     Scales are fp32: one element each; or (m, 1) and (1, n), for rows of a and columns of b; or (m, k / 128)
     and (k / 128, n / 128), rounded up and with any strides, for 1x128 blocks of a and 128x128 blocks of b; or
     (m, k / 32), and (k / 32, n) or (k / 32, n / 32), for 1x32 blocks of a, and 1x32 or 32x32 blocks of b.
-    float8_e8m0fnu scales of 32 of k, as in mxfp8, are read as they lie; each call converts those of 128.
-    torch computes products with other scales. out_dtype: by default the dtype of a; bf16 for int8.
+    Each call converts float8_e8m0fnu scales to fp32, but those of 32 of k whose lines begin at multiples of
+    4 B. torch computes products with other scales. out_dtype: by default the dtype of a; bf16 for int8.
     use_fast_accum: sums may keep only the 14 bits or so of the tensor cores; otherwise, and always with block
     scales, each block of k is added up in fp32. Sums of int8 products are exact.
 
