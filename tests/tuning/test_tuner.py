@@ -406,6 +406,7 @@ class TestDevices:
         (None, "'cuda:0': no CUDA device here, and this measures"),
         ("cuda:0", "'cuda:0': no CUDA device here, and this measures"),
         ("model:h200", "'model:h200' measures nothing"),
+        ("h200", "'h200' measures nothing"),
     ],
 )
 def test_what_measures_never_advises_a_device_that_does_not(

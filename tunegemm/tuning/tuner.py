@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tunegemm import extras
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import CompilePool, Urgency
+from tunegemm.describe.architectures import ALIASES, PARTS
 from tunegemm.describe.device import Device, cuda_device_count, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -458,7 +459,7 @@ def open_gpu(spec: str | None = None) -> Device:
     """Open a GPU by name, by default the first, for work that needs measuring. Raises DeviceError if it
     fails."""
     spec = "cuda:0" if spec is None else spec
-    if spec.partition(":")[0] in ("replay", "model"):
+    if spec.partition(":")[0] in ("replay", "model", *PARTS, *ALIASES):
         raise DeviceError(f"device {spec!r} measures nothing, and this needs measurements; use cuda:N")
     if spec.partition(":")[0] == "cuda" and not cuda_device_count():
         raise DeviceError(f"device {spec!r}: no CUDA device here, and this measures; run it on a GPU")
