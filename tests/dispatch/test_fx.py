@@ -44,6 +44,14 @@ def test_a_call_is_a_node(name):
         assert torch.equal(module(a, b), expected)
 
 
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_a_traced_product_is_written_into_its_output():
+    a, b = operands()
+    out = torch.zeros(32, 48, dtype=BF16)
+    traced = torch.fx.symbolic_trace(lambda a, b, out: tunegemm.mm(a, b, out=out))
+    assert traced(a, b, out) is out and torch.equal(out, a @ b)
+
+
 def test_a_module_with_patched_layers_is_traced():
     model = torch.nn.Sequential(torch.nn.Linear(64, 48, dtype=BF16), torch.nn.ReLU())
     tunegemm.patch(model)
