@@ -131,9 +131,9 @@ def test_a_kernel_without_a_time_stays_as_it_is(race: Path, tmp_path: Path) -> N
 
 
 def test_all_rows_keep_a_kernel_of_each_dtype(race: Path) -> None:
-    """The slowest of these stays: of 193 rows and more no other has fp32 results."""
+    """The slowest of these stays: of 129 rows and more no other has fp32 results."""
     cells = fit.read(race)[1]
-    few, many, slow = (true_times()[name] for name in ("few64x48t2", "many128x128c12", "many64x32t2"))
+    few, many, slow = (true_times()[name] for name in ("few64x32t2", "many128x128c12", "many64x16t2"))
     few = replace(few, first_row=1)
     assert fit.covers([few, slow]) and not fit.covers([few, many]) and not fit.covers([many, slow])
     assert fit.Races(cells).loss([few, many]) - fit.Races(cells).loss([few, many, slow]) < 0.001
@@ -144,9 +144,7 @@ def test_all_rows_keep_a_kernel_of_each_dtype(race: Path) -> None:
 def test_rows_end_where_another_kernel_is_faster_than_estimated(race: Path) -> None:
     """A kernel that takes twice its estimate at 8192 rows is not for these."""
     kernels, cells, _ = fit.read(race)
-    large = [cell.ns for cell in cells if cell.shape[0] == 8192]
-    fastest = [min(ns, key=lambda name: min(ns[name].values()) + (name == "torch") * 1e9) for ns in large]
-    name = max(fastest, key=fastest.count)
+    name = "many192x128c12p1"
     slow = []
     for gpu, shape, ns in cells:
         more = {name: {1: 2 * ns[name][1]}} if shape[0] == 8192 else {}

@@ -87,9 +87,7 @@ def test_estimates_are_of_the_size_of_measured_times() -> None:
 
 
 def test_one_more_row_is_estimated_to_cost_little() -> None:
-    """By the estimate that chooses. In a race of 60 kernels the fastest took 1.40 times as long for 257 rows
-    of 24576x1536 as for 256.
-    """
+    """By the estimate that chooses."""
     by_name = {each.name: each for each in candidates()}
     cliffs = set()
     for n, k in ((7168, 2048), (4096, 7168), (24576, 1536)):
@@ -98,7 +96,7 @@ def test_one_more_row_is_estimated_to_cost_little() -> None:
             choice = choose(rows, n, k, gpu=GPUS[0])
             assert choice is not None
             now = by_name[choice.name].estimate(rows, n, k, choice.split_k, GPUS[0])
-            if before and now >= 1.43 * before:
+            if before and now >= 1.35 * before:
                 cliffs.add((rows, n, k))
             before = now
     assert not cliffs

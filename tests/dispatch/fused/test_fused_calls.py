@@ -230,10 +230,10 @@ def test_scaled_mm_of_int8(serve, kernel, rowwise, bias, out_dtype):
 def test_scales_that_only_torch_has(serve, kernel):
     serve()
     a, b = (operand.to(FP8) for operand in operands())
-    for scales in (
-        (torch.ones(32), torch.ones(48)),
-        (torch.ones(2, 1), torch.ones(1, 1)),
-        (torch.ones(32, 2),) * 2,
+    for scales, wrong in (
+        ((torch.ones(32), torch.ones(48)), "scale_a"),
+        ((torch.ones(2, 1), torch.ones(1, 1)), "scale_a"),
+        ((torch.ones(32, 2),) * 2, "scale_b"),  # that of a is of 32 of k
     ):
         with pytest.raises((RuntimeError, ValueError)) as expected:
             torch._scaled_mm(a, b, *scales, out_dtype=BF16)
@@ -241,7 +241,7 @@ def test_scales_that_only_torch_has(serve, kernel):
             tunegemm.scaled_mm(a, b, *scales, out_dtype=BF16)
         # Scales that fit no product are named; others are in torch's words.
         said = str(raised.value)
-        assert said == str(expected.value) or said.startswith(("scale_a is (", "scale_b is ("))
+        assert said == str(expected.value) or said.startswith(f"{wrong} is (")
     assert not kernel.calls
 
 
