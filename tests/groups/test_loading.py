@@ -29,10 +29,12 @@ CONFIG = configs("bf16")["pp128x128"]
         (AlongKChoice(listed_along_k()[0], 8), 132, False, {"blocks": 132, "swizzle_size": 8}),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("current", [0, 1])
 def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
-    monkeypatch: pytest.MonkeyPatch, choice: Any, budget: int, is_few: bool, words: Any
+    monkeypatch: pytest.MonkeyPatch, choice: Any, budget: int, is_few: bool, words: Any, current: int
 ) -> None:
     bound: list[Any] = []
+    entered: list[int] = []
     device = H200 if budget == 132 else H200.with_sm_budget(budget)
 
     def of(*operands: Any, **given: Any) -> Any:
@@ -42,13 +44,15 @@ def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
     monkeypatch.setattr(extension, "device_of", lambda place: device)
     monkeypatch.setattr(extension, "loaded", lambda maker, config, place: SimpleNamespace(of=of))
     monkeypatch.setattr(grouped.routing, "few", lambda config, index: ("few", config, index))
+    monkeypatch.setattr(grouped, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or nullcontext())
     kernel = grouped.Groups().load_compiled(choice, 0)
     if is_few:
         assert kernel == ("few", CONFIG, 0)
         return
     assert kernel is not None
     kernel("a", "b")("c")
-    assert bound == [words, ("c",)]
+    assert bound == [words, ("c",)] and entered == ([] if current == 0 else [0])
     monkeypatch.setattr(extension, "loaded", lambda *_: None)
     assert grouped.Groups().load_compiled(choice, 0) is None
 

@@ -187,6 +187,18 @@ class LaunchCache:
         kept[key] = (known, *others[: _MOST_ALIKE - 1])
         return known
 
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The result of the first `make`; None is not kept."""
+        known = self.find(key)
+        if known is None and (made := make()) is not None:
+            known = self.keep(key, made)
+        return None if known is None else known.launch
+
+    def all(self) -> dict[Any, list[Any]]:
+        """All decisions under this context's policy, by key."""
+        kept = api.dispatcher.planner.state.launches.get(self, {})
+        return {key: [known.launch for known in every] for key, every in kept.items()}
+
     def clear(self) -> None:
         """Forget all decisions under this context's policy."""
         api.dispatcher.planner.state.launches.pop(self, None)

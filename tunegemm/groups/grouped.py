@@ -18,6 +18,7 @@ from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import (
@@ -107,6 +108,8 @@ class Groups(extension.Family):
         """load: returns a choice's kernel on the device with an index; None until it is compiled."""
         super().__init__(kernels.FAMILY, "groups", "tunegemm.grouped_mm falls back to torch")
         self._load = load or self.load_compiled
+        self.loaded = LaunchCache()
+        """Kernels, by choice and device."""
 
     def __call__(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
@@ -124,10 +127,10 @@ class Groups(extension.Family):
 
     def are_checked(self) -> bool:
         """Whether to check values on the device, which makes the host wait: ``TUNEGEMM_CHECK_GROUPS``."""
-        known = self.launches.find("are checked")
-        if known is None:
-            known = self.launches.keep("are checked", read_switch("TUNEGEMM_CHECK_GROUPS", extension.warn))
-        return bool(known.launch)
+        checked: bool = self.launches.once(
+            "are checked", lambda: read_switch("TUNEGEMM_CHECK_GROUPS", extension.warn)
+        )
+        return checked
 
     def below_autograd(
         self,
@@ -143,10 +146,6 @@ class Groups(extension.Family):
 
         scales: the scales of a's rows, for fp8; `bias` then holds the scales of b's columns.
         """
-        device = a.device
-        if device.type == "cuda" and device.index != current_device():
-            with torch.cuda.device(device):
-                return self.below_autograd(a, b, offs, bias, gate, interleaved, scales)
         if self.are_checked():
             check_ends(offs, a.shape[b.ndim == 2])
         if a.is_nested or b.is_nested:  # torch's check of tensors would abort the process
@@ -176,7 +175,7 @@ class Groups(extension.Family):
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:
-            self.failed(device, error)
+            self.failed(a.device, error)
             self.launches.keep(key, None, *tensors)
             return None
         result: torch.Tensor = operands[2]
@@ -211,7 +210,9 @@ class Groups(extension.Family):
             )
 
     def load(self, config: Any, device: torch.device) -> Kernel | None:
-        return self._load(config, device.index or 0)
+        place = config, device.index or 0
+        kernel: Kernel | None = self.loaded.once(place, lambda: self._load(*place))
+        return kernel
 
     def load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
         place = torch.device("cuda", index)
@@ -226,7 +227,23 @@ class Groups(extension.Family):
         else:
             maker = along_k.FAMILY
         kernel = extension.loaded(maker, choice.config, place)
-        return None if kernel is None else partial(kernel.of, **words)
+        if kernel is None:
+            return None
+        of = partial(kernel.of, **words)
+
+        def of_there(*operands: Any, **words: Any) -> Launch:
+            launch = of(*operands, **words)
+
+            def launch_there(*operands: Any) -> None:
+                if current_device() == index:
+                    launch(*operands)
+                else:
+                    with torch.cuda.device(index):
+                        launch(*operands)
+
+            return launch_there
+
+        return of_there
 
 
 def _operands(a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any) -> tuple[Any, ...]:
