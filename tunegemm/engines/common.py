@@ -33,8 +33,8 @@ MOST_NAMED = 8
 #: The engines' name for gate and up of a layer of experts: (experts, 2 inner, hidden).
 _EXPERTS = "w13_weight"
 
-#: The most rows of block-scaled products that are served. By blocks.json our kernels are 1.24 times as fast
-#: as DeepGEMM's at one row, 1.03 at 64, 1.29 at 65; from 128 rows on, at even numbers, no faster.
+#: The most rows of block-scaled products that are served. By blocks.json our kernels are faster than
+#: DeepGEMM's up to 64 rows and at odd numbers above; from 128 rows on, at even numbers, hardly.
 BLOCK_ROWS = 127
 #: What a layer has whose products with block scales are served.
 IN_BLOCKS = "tunegemm_in_blocks"
