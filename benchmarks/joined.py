@@ -42,11 +42,11 @@ METHOD = (
 )
 #: K; rows of q, k and v; whether they have biases; rows of gate.
 MODELS = LISTED["joined"]
-ROWS = ("1", "16", "64", "256", "1024", "4096")
+ROWS = ("1", "16", "64", "128", "256", "384", "640", "1024", "4096")
 _STEADY_ROWS = 1024
 _TURN_MS = 24.0
 #: Kernels for few rows are timed up to this many, kernels for many from this many on.
-_MOST_FEW, _LEAST_MANY = 256, 64
+_MOST_FEW, _LEAST_MANY = 512, 64
 _ERROR = 8e-3
 
 

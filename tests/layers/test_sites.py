@@ -97,11 +97,13 @@ def test_a_librarys_algorithm_is_launched_in_captures_alone(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("off", "invariant", "rows", "ns", "k", "dtype", "gate", "served"),
     [
-        (False, False, 256, (8, 16), 64, torch.bfloat16, "", True),
+        (False, False, 2048, (8, 16), 64, torch.bfloat16, "", True),
         (True, False, 8, (8, 16), 64, torch.bfloat16, "", False),
         (False, True, 8, (8, 16), 64, torch.bfloat16, "", False),
-        (False, False, 257, (8, 16), 64, torch.bfloat16, "", False),
-        (False, False, 257, (8, 8), 64, torch.bfloat16, "swiglu", True),
+        (False, False, 2049, (8, 16), 64, torch.bfloat16, "", False),
+        (False, False, 2048, (8192, 8192), 64, torch.bfloat16, "", True),
+        (False, False, 2048, (8192, 8200), 64, torch.bfloat16, "", False),
+        (False, False, 2049, (8192, 8192), 64, torch.bfloat16, "swiglu", True),
         (False, False, 8, (8, 12), 64, torch.bfloat16, "", False),
         (False, False, 8, (8, 16), 68, torch.bfloat16, "", False),
         (False, False, 8, (8, 16), 64, torch.float32, "", False),

@@ -21,7 +21,7 @@ def test_few_rows_are_the_narrow_mode_and_many_the_wide_one(dtype: str, gpu: str
             ns = (14336, 14336) if gate else LLAMA
             choice = choose(rows, ns, 4096, gate=gate, dtype=dtype, bias=bias, gpu=gpu)
             assert choice is not None and choice.config in listed()
-            assert isinstance(choice.config, GroupedConfig) == (rows <= (64 if gate else 32))
+            assert isinstance(choice.config, GroupedConfig) == (rows <= (192 if gate else 32))
             assert choice.config.in_dtype == dtype and choice.config.fused.gated == bool(gate)
             if not isinstance(choice.config, GroupedConfig):
                 assert ("bias_n" in choice.config.fused.steps) == bias

@@ -39,9 +39,9 @@ _BITS = ALIGNMENT - 1
 #: Up to this many rows, an eager residual is not added by a library's algorithm: its launch costs the host
 #: more than torch's product and sum.
 _LIBRARY_ROWS = 256
-#: Up to this many rows, products of several weights are one launch: for q, k and v of five models it was 1.18
-#: to 2.8 times as fast as torch's three, at 1024 and 4096 rows 0.94 to 1.11 (results/h200/joined.json).
-MOST_ROWS = 256
+#: Products of several weights are one launch up to so many rows, and elements of all results: at 4096 rows
+#: torch's three products for q, k and v can be as fast (results/h200/joined.json).
+MOST_ROWS, MOST_RESULTS = 2048, 1 << 25
 #: Dtypes with kernels for several weights.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: Weights whose launches one site keeps: some kB each.
@@ -251,7 +251,9 @@ def chosen(
     rows: int, ns: Sequence[int], k: int, dtype: torch.dtype, gpu: str, *, gate: str = "", bias: bool = False
 ) -> JoinedChoice | None:
     """The kernel of several weights that serves such a product; None if torch computes it."""
-    if extension.is_off() or extension.policy().is_batch_invariant or (not gate and rows > MOST_ROWS):
+    if extension.is_off() or extension.policy().is_batch_invariant:
+        return None
+    if not gate and (rows > MOST_ROWS or rows * sum(ns) > MOST_RESULTS):
         return None
     if dtype not in _DTYPES or k % 8 or any(n % 8 for n in ns):
         return None
