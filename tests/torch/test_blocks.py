@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
@@ -156,6 +157,34 @@ def test_e8m0_scales_of_one_block_of_k_are_no_scales_of_rows(
     for function in (tunegemm.scaled_mm, torch.compile(tunegemm.scaled_mm, backend="aot_eager")):
         result = function(a, b, *given, out_dtype=F32)
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 48, 32), (5, 33, 32), (5, 48, 20), (1, 33, 7)])
+def test_fp32_scales_of_one_block_of_k_are_those_of_rows_but_where_torch_refuses_them(
+    shape: tuple[int, int, int],
+) -> None:
+    """They mean the same. Fake operands of a GPU show what torch refuses there: it wants multiples of 16."""
+    rows, n, k = shape
+    bias = torch.ones(n, dtype=BF16)
+    with FakeTensorMode():
+        a, b = (torch.empty(*of, device="cuda").to(FP8) for of in ((rows, k), (n, k)))
+        given = a, b.t(), torch.empty(rows, 1, device="cuda"), torch.empty(1, n, device="cuda")
+        for out_dtype in (BF16, F32, torch.float16):
+            text = "scale_rowwise"
+            is_torchs = shape == (5, 48, 32) and out_dtype is BF16
+            assert own.are_of_one_block(text, a, b.t(), out_dtype) != is_torchs
+            for added in (None, torch.empty(n, dtype=BF16, device="cuda")):
+                result = tunegemm.scaled_mm(*given, bias=added, out_dtype=out_dtype)
+                assert (result.shape, result.dtype) == ((rows, n), out_dtype)
+        wide = [torch.empty(lines, 33, device="cuda").to(FP8) for lines in (rows, n)]
+        for left, right in ((a.view(torch.int8), b.view(torch.int8)), (a, wide[1]), wide):
+            assert not own.are_of_one_block(text, left, right.t(), F32)
+        assert not own.are_of_one_block("scale_tensor", a, b.t(), F32)
+    given = narrow(rows, n, k, 1)
+    for added in (None, bias):  # a CPU takes both
+        result = tunegemm.scaled_mm(*given, bias=added, out_dtype=F32)
+        of_blocks = own.emulated(*given, added, F32)
+        torch.testing.assert_close(result, of_blocks, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("shared", [1, 32])

@@ -17,7 +17,7 @@ from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import check_dtype
 from tunegemm.dispatch.guards import functorch_level
 from tunegemm.dispatch.launchers import is_apart_from
-from tunegemm.dispatch.library import block_scales, in_fp32, takes_fp8
+from tunegemm.dispatch.library import block_scales, has_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, NARROW
@@ -62,6 +62,18 @@ def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale
         and scale_b.shape[1] == blocks_of(n)
         # Not `in`, by which Dynamo (torch 2.13) does not find a constant among symbolic extents.
         and (scale_b.shape[0] == along or scale_b.shape[0] == -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
+    )
+
+
+def are_of_one_block(text: str, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether scales of rows and columns, the epilogue `text`, are taken for those of one block of up to 32
+    of k: they mean the same, and torch on a GPU refuses this product with scales of rows."""
+    return (
+        text.startswith("scale_rowwise")
+        and a.is_cuda
+        and a.dtype == b.dtype == _FP8
+        and a.shape[1] == b.shape[0] <= NARROW
+        and not (takes_fp8(a, b) and has_scales(text, a, out_dtype))
     )
 
 

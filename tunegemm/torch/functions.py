@@ -16,6 +16,7 @@ from tunegemm.dispatch.fx import node_of, rank, refuse_proxies
 from tunegemm.dispatch.guards import are_functions_watched, function_modes
 from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps
 from tunegemm.errors import ProblemError, unknown_argument
+from tunegemm.generate.blocks import NARROW
 from tunegemm.torch import blocks, ops
 
 WITH_BIAS = form_of(LINEAR, "bias_n")
@@ -232,7 +233,7 @@ def scaled_mm(
         return node_of(error, scaled_mm, (a, b, scale_a, scale_b), words, torch._scaled_mm)
     if a.dtype == torch.int8:
         out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
-    if not text:
+    if not text or (a.shape[1] <= NARROW and blocks.are_of_one_block(text, a, b, out_dtype)):
         return blocks.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
     tensors = (scale_a, scale_b) if bias is None else (scale_a, scale_b, bias)
     accumulation = "fast" if use_fast_accum else "two_level"
