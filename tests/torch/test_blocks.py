@@ -187,6 +187,17 @@ def test_fp32_scales_of_one_block_of_k_are_those_of_rows_but_where_torch_refuses
         torch.testing.assert_close(result, of_blocks, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_sums_are_scaled_before_they_become_fp8(backend: str) -> None:
+    """They became fp8 before, too: rounded twice by Inductor, and ATen refuses fp8 times fp32."""
+    torch.manual_seed(0)
+    a, b = (8 * torch.randn(5, 64)).to(FP8), (8 * torch.randn(64, 48)).to(FP8)
+    scales = torch.rand(5, 1) / 16, torch.rand(1, 48) / 16
+    torch._dynamo.reset()
+    result = torch.compile(tunegemm.scaled_mm, backend=backend)(a, b, *scales)
+    assert result.dtype is FP8 and torch.equal(result.float(), tunegemm.scaled_mm(a, b, *scales).float())
+
+
 @pytest.mark.parametrize("shared", [1, 32])
 @pytest.mark.parametrize("batched", [(None, None, 0, None), (None, None, None, 0), (0, None, None, None)])
 def test_vmap_takes_further_scales(shared: int, batched: tuple[int | None, ...]) -> None:

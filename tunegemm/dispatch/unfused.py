@@ -220,7 +220,7 @@ def _one_by_one(
         value = _one_call(form, a, b, taken, named, None, between)
     elif multiply is not None and _is_own(form, a):
         value = multiply(a, b)
-    elif _is_own(form, a):
+    elif _is_own(form, a) and not (_is_fp8(a) and form.epilogue.scales):  # fp8 sums are scaled first
         value = _one_call(form, a, b, (), named, None)
     elif a.dtype == torch.int8 and (form.out_dtype == torch.int32 or form.epilogue.scales):
         value = of_int8(a, right)
