@@ -327,6 +327,37 @@ def test_copies_and_pickles_are_fused_with_weights_of_their_own(kernels: Kernels
     assert model.state_dict().keys() == MLP().state_dict().keys()
 
 
+def test_a_shallow_copy_computes_with_its_own_children(kernels: Kernels) -> None:
+    model, x = fused(made(MLP())), given()
+    other = copy.copy(copy.copy(model))
+    assert other._modules is model._modules, "as for every module"
+    other._modules = dict(model._modules)
+    other.up_proj = copy.deepcopy(model.up_proj)
+    other.up_proj.weight.data.zero_()
+    with torch.no_grad():
+        assert not other(x).any() and model(x).any()
+    assert len(kernels.gates) == 2, "both are fused"
+    tunegemm.unpatch(other)
+    assert "forward" not in vars(other) and "forward" in vars(model)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(model, protocol))
+        assert vars(again)["forward"].__wrapped__.__self__ is again
+
+
+class Reduced(MLP):
+    """Says itself how it is copied."""
+
+    forward = MLP.forward
+
+    def __reduce__(self) -> Any:
+        return Reduced, ()
+
+
+def test_a_class_that_says_how_it_is_copied_is_asked() -> None:
+    model = fused(made(Reduced()))
+    assert "forward" in vars(model) and type(copy.copy(model)) is Reduced
+
+
 def test_unpatch_takes_it_away_again(kernels: Kernels) -> None:
     model, x = made(MLP()), given()
     before = dict(vars(model))

@@ -186,6 +186,13 @@ class Forward:
         self._module, self.places = module, places
 
     @property
+    def attributes(self) -> dict[str, Any]:
+        """The module's attributes that are ours, by the names under which torch and Python look for them."""
+        return {
+            "forward": self, "_replicate_for_data_parallel": self.replicate, "__reduce_ex__": self.reduce,
+        }  # fmt: skip
+
+    @property
     def __wrapped__(self) -> Any:
         return type(self._module).forward.__get__(self._module)
 
@@ -197,8 +204,18 @@ class Forward:
         """The module's replica for torch.nn.DataParallel, with the class's forward: this one has the
         weights of another device."""
         replica: nn.Module = cast(Any, type(self._module))._replicate_for_data_parallel(self._module)
-        del replica.forward
+        _without(replica)
         return replica
+
+    def reduce(self, protocol: Any) -> Any:
+        """What copies the module: each copy gets its own forward, also a shallow one, whose children somebody
+        may replace."""
+        cls: Any = type(self._module)
+        make, arguments, *parts = cls.__reduce_ex__(self._module, protocol)
+        if not parts or not isinstance(parts[0], dict):  # the class has a state of its own
+            return make, arguments, *parts
+        state = {name: value for name, value in parts[0].items() if name not in self.attributes}
+        return _made_again, (self.places, make, arguments), state, *parts[1:]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = self._module
@@ -266,17 +283,29 @@ def _is_bare(module: Any) -> bool:
     )
 
 
+def _with(module: nn.Module, places: Places) -> nn.Module:
+    vars(module).update(Forward(module, places).attributes)
+    return module
+
+
+def _without(module: nn.Module) -> None:
+    for name in vars(module)["forward"].attributes:
+        del vars(module)[name]
+
+
+def _made_again(places: Places, make: Any, arguments: Any) -> nn.Module:
+    return _with(make(*arguments), places)
+
+
 def fuse(model: nn.Module) -> None:
     """Replace the forward of the MLPs that are recognised."""
     for module in model.modules():
         if (places := recognised(module)) is not None:
-            module.forward = Forward(module, places)
-            vars(module)["_replicate_for_data_parallel"] = module.forward.replicate
+            _with(module, places)
 
 
 def unfuse(model: nn.Module) -> None:
     """Restore the forwards that `fuse` replaced."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), Forward):
-            del module.forward
-            vars(module).pop("_replicate_for_data_parallel", None)
+            _without(module)
