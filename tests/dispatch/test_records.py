@@ -281,6 +281,32 @@ def test_records_published_meanwhile_are_found_by_products_left_to_torch(device,
     assert kept.items() <= dispatcher.planner.state.plans.items(), "plans of tuned kernels stay"
 
 
+def test_an_epilogue_after_a_tuned_product_stays_in_graphs_when_records_are_published(device, monkeypatch):
+    """A graph that is captured then has the kernel of its warm-up; another call gets the published one."""
+    plain, form = Problem(32, 48, 64), form_of(MATMUL, "gelu")
+    rows, now, kernel, by_both = [Row(plain, device.fingerprint)], [0.0], Kernel(), Kernel()
+    monkeypatch.setattr("tunegemm.dispatch.planning.time.monotonic", lambda: now[0])
+    dispatcher = dispatcher_of(
+        read=lambda: Snapshot(rows, modified=len(rows)),
+        prepare=lambda record, _: Prepared(kernel if record.problem == plain else by_both.of(record.problem)),
+        modified=lambda: len(rows),
+    )
+    a, b = operands()
+    with pytest.warns(TunegemmWarning, match="gelu on .*no record"):
+        dispatcher.fused(form, a, b, ())
+    assert len(kernel.calls) == 1
+    rows.append(Row(replace(plain, epilogue="gelu"), device.fingerprint))
+    now[0] = LOOK_SECONDS + 1
+    assert dispatcher.planner.look() is dispatcher.planner.state
+    monkeypatch.setattr("tunegemm.dispatch.planning.capturing", lambda device: True)
+    for _ in range(2):
+        quietly(dispatcher.fused, form, a, b, ())
+    assert len(kernel.calls) == 3 and not by_both.calls
+    monkeypatch.setattr("tunegemm.dispatch.planning.capturing", lambda device: False)
+    quietly(dispatcher.fused, form, a, b, ())
+    assert len(kernel.calls) == 3 and len(by_both.calls) == 1
+
+
 def test_nothing_is_looked_for_during_graph_capture(monkeypatch):
     looks, now = [], [0.0]
     monkeypatch.setattr("tunegemm.dispatch.planning.time.monotonic", lambda: now[0])

@@ -52,7 +52,7 @@ from tunegemm.dispatch.guards import (
 )
 from tunegemm.dispatch.launchers import Plan, are_apart, is_apart_from, is_writable, launch_plan
 from tunegemm.dispatch.planning import MAX_PLANS, Planner
-from tunegemm.dispatch.states import COMPOSED, Recent, State, own
+from tunegemm.dispatch.states import Composed, Recent, State, own
 from tunegemm.dispatch.unfused import INTO, added, by_torch, taken_operands, unfused
 from tunegemm.errors import ProblemError
 
@@ -338,7 +338,7 @@ class Dispatcher:
         if not plan:
             state, plan = planner.plan(key, Call(form, a, b, tensors, numbers, out))
         if not isinstance(plan, Plan):
-            if plan is COMPOSED:
+            if isinstance(plan, Composed):
                 multiply = partial(self.product, call)
                 adds = state.policy.is_batch_invariant  # torch's own call with a bias would also multiply
                 biased = (lambda x, y, bias: multiply(x, y) + bias) if adds else None

@@ -33,7 +33,7 @@ from tunegemm.dispatch.guards import allocation, capturing, deterministic
 from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
 from tunegemm.dispatch.online import OnlineTuning
-from tunegemm.dispatch.states import COMPOSED, Composed, State, States, own
+from tunegemm.dispatch.states import COMPOSED, EARLIER, Composed, State, States, own
 from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
@@ -173,11 +173,11 @@ class Planner:
         For a key that falls back to torch, this only reads the clock, and occasionally checks files.
         """
         state, form, a, b = self.state, call.form, call.a, call.b
-        known = key in state.plans
-        if known and time.monotonic() < self.next_look:
-            return state, state.plans.get(key)
+        found = state.plans.get(key, EARLIER)
+        if (known := found is not EARLIER) and time.monotonic() < self.next_look:
+            return state, found
         if torch.cuda._is_in_bad_fork() or capturing(a.device):
-            if state.policy.is_batch_invariant:
+            if state.policy.is_batch_invariant and not isinstance(state.plans.get(key), Composed):
                 self.notices.warn(
                     f"a product of {tuple(a.shape)} and {tuple(b.shape)} is captured before it was computed "
                     f"once, so torch computes it in this CUDA graph: {state.policy} does not hold. "
@@ -187,8 +187,8 @@ class Planner:
             return state, state.plans.get(key)
         with self.lock:
             state = self.look() if known else self.state
-            if key in state.plans:
-                return state, state.plans[key]
+            if (found := state.plans.get(key, EARLIER)) is not EARLIER:
+                return state, found
             plan: Plan | Composed | None = None
             if not self._is_missing(state, call):
                 with torch.inference_mode(False), torch.no_grad(), self._guarded(state):
@@ -243,7 +243,7 @@ class Planner:
                     changed = old.snapshot is not None and self._modified() != old.snapshot.modified
                 if changed:
                     new = State(old.policy)
-                    new.plans = {key: plan for key, plan in old.plans.items() if plan}
+                    new.plans = {key: plan or EARLIER for key, plan in old.plans.items() if plan is not None}
                     new.prepared = {
                         key: result for key, result in old.prepared.items() if result and result.launch
                     }

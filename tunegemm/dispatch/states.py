@@ -68,6 +68,8 @@ class Composed:
 
 
 COMPOSED = Composed()
+#: A `COMPOSED` from before records were published: it holds in a capture of a CUDA graph, and else is remade.
+EARLIER = Composed()
 
 
 class State:
