@@ -20,7 +20,7 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import api
-from tunegemm.dispatch.forms import MATMUL, form_of
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, form_of
 from tunegemm.dispatch.launchers import Prepared
 from tunegemm.store.record import Record
 from tunegemm.torch.lowering import site_of
@@ -307,6 +307,23 @@ def test_compiled_code_minds_the_settings(monkeypatch, settings):
             kernel.calls.clear()
             api.dispatcher.compiled(site_of((a, b)), form, a, b, (), (), out)
             assert len(kernel.calls) == allowed
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.TunegemmWarning")
+@pytest.mark.parametrize("text", ["", "bias_n"])
+@pytest.mark.parametrize("call", [MATMUL, LINEAR, BELOW_AUTOGRAD])
+def test_compiled_code_keeps_what_each_kind_of_call_means(monkeypatch, call, text):
+    """Torch's functions of two matrices compute no call of a weight, nor one that asks for a kernel alone."""
+    serve_with(monkeypatch, dispatcher_of([]))
+    (a, b), bias = operands(32, 48, 48), torch.arange(48).to(BF16)
+    tensors, out = (bias,) if text else (), torch.empty(32, 48, dtype=BF16)
+    right = b.t() if call == LINEAR else b
+    expected = functional.linear(a, right.t(), *tensors)
+    for _ in range(3):
+        out.zero_()
+        result = api.dispatcher.compiled("a site", form_of(call, text), a, b, tensors, (), out)
+        assert result is (None if call == BELOW_AUTOGRAD else out)
+        assert result is None or torch.equal(out, expected)
 
 
 # What a fall-back costs

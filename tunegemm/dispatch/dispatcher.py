@@ -257,7 +257,8 @@ class Dispatcher:
         if not site or recent is None or a.dtype is torch.float32 or not recent.check(a, b, *tensors, out):
             return result
         if recent.plan is None:
-            torchs = INTO.get(form.text) if form.out_dtype is None else None
+            is_matmul = form.call == MATMUL and form.out_dtype is None
+            torchs = INTO.get(form.text) if is_matmul else None
             matrices = a.ndim == b.ndim == 2 and all(tensor.ndim == 1 for tensor in tensors)
             if torchs is not None and matrices and all(guards.reductions_allowed(a.dtype)):
                 state.recent[site] = replace(recent, torchs=torchs)
