@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -574,6 +575,33 @@ def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
     assert loops.calls == []
     call()
     assert len(loops.calls) == 1
+
+
+@pytest.mark.parametrize(("backend", "served"), [("aot_eager", True), ("inductor", False)])
+def test_compiled_fp16_is_the_operator_too(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, backend: str, served: bool
+) -> None:
+    """Torch (2.13) multiplies fp16, but traces bf16 alone. Also on a device without kernels."""
+    if not served:
+        monkeypatch.setattr(grouped.extension, "device_type", lambda: "cuda")
+    given, offs = [each.half() for each in operands()[:2]], operands()[2]
+    biases = torch.randn(N).half(), torch.randn(GROUPS, N).half()
+    for words in ({"bias": biases[1]}, {"out_dtype": torch.float16}, {"bias": biases[0]})[: 1 + 2 * served]:
+        call = partial(tunegemm.grouped_mm, **words)
+        torch._dynamo.reset()
+        compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=served)
+        with torch.no_grad():
+            assert torch.equal(compiled(*given, offs=offs), call(*given, offs=offs))
+        gradients = []
+        for each in (compiled, call):
+            a, b = (each.clone().requires_grad_() for each in given)
+            each(a, b, offs=offs).float().pow(2).sum().backward()
+            gradients.append((a.grad, b.grad))
+        for ours, torchs_own in zip(*gradients, strict=True):
+            assert ours is not None and torchs_own is not None and ours.stride() == torchs_own.stride()
+            torch.testing.assert_close(ours, torchs_own, rtol=2e-3, atol=2e-1)
+    with pytest.raises(Exception, match=r"contraction dimension|to have same"):
+        torch.compile(tunegemm.grouped_mm, backend="eager")(given[0][:, :8], given[1], offs=offs)
 
 
 def test_off_means_off(loops: Loops, monkeypatch: pytest.MonkeyPatch, serve) -> None:

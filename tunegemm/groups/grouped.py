@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 
 from tunegemm.choose.policies import read_switch
@@ -471,12 +472,15 @@ def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None)
 
 
 def is_traced_well(a: Any, b: Any, offs: Any) -> bool:
-    """Whether the operator takes these operands. Torch refuses the others itself."""
+    """Whether the operator takes these operands. Torch refuses the others itself, and multiplies fp16 but
+    does not trace it (2.13), on any device."""
+    is_traced_half = a.dtype is torch.float16 and (torch.compiler.is_compiling() or is_fake(a))
     return (
-        a.device.type == b.device.type == offs.device.type == extension.device_type()
+        a.device.type == b.device.type == offs.device.type
+        and (is_traced_half or (a.dtype is torch.bfloat16 and a.device.type == extension.device_type()))
         and a.ndim == 2
         and b.ndim == 3
-        and a.dtype is b.dtype is torch.bfloat16
+        and a.dtype is b.dtype
         and offs.dtype is torch.int32
     )
 
@@ -489,7 +493,7 @@ def traced(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute `grouped_mm` while a graph is traced."""
-    if offs is None or out_dtype not in (None, torch.bfloat16) or not is_traced_well(a, b, offs):
+    if offs is None or out_dtype not in (None, a.dtype) or not is_traced_well(a, b, offs):
         return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
         return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
@@ -527,6 +531,12 @@ class _Differentiable(torch.autograd.Function):
         return of_a, of_b, None, None
 
 
+def _fake(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+    if a.dtype is b.dtype is torch.float16:  # torch checks bf16 and lays it out, of the same size
+        return _fake(a.view(torch.bfloat16), b.view(torch.bfloat16), offs).view(torch.float16)
+    return torch._grouped_mm(a, b, offs=offs)
+
+
 def _above_autograd(keyset: Any, a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
     if is_transformed():
         return by_torch(a, b, offs=offs, bias=bias)
@@ -543,9 +553,7 @@ for _schema, _autograd in (
     ("grouped_mm(Tensor a, Tensor b, Tensor offs, Tensor? bias=None) -> Tensor", _above_autograd),
     ("grouped_along_k(Tensor a, Tensor b, Tensor offs) -> Tensor", None),
 ):
-    extension.define(
-        _schema, _compute, lambda a, b, offs, bias=None: torch._grouped_mm(a, b, offs=offs), TAGS, _autograd
-    )
+    extension.define(_schema, _compute, _fake, TAGS, _autograd)
 
 
 def _grouping(kernel: Callable[..., Any]) -> Callable[..., Any]:
