@@ -30,6 +30,7 @@ from tunegemm.generate import joined
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.joined import JoinedKernel
 from tunegemm.model.joined import Listed, candidates, choose
+from tunegemm.resources import data_path
 from tunegemm.store import packs
 from tunegemm.store.provided import provide_joined
 
@@ -43,8 +44,8 @@ METHOD = (
 #: K; rows of q, k and v; whether they have biases; rows of gate.
 MODELS = LISTED["joined"]
 ROWS = ("1", "16", "64", "128", "256", "384", "640", "1024", "4096")
-_STEADY_ROWS = 1024
-_TURN_MS = 24.0
+BETWEEN = ("32", "96", "192", "320", "512", "768", "896", "1280", "1536", "2048", "8192")  # for `fit`
+_STEADY_ROWS, _TURN_MS = 1024, 12.0
 #: Kernels for few rows are timed up to this many, kernels for many from this many on.
 _MOST_FEW, _LEAST_MANY = 512, 64
 _ERROR = 8e-3
@@ -169,10 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a result is wrong."""
     parser = parser_of("benchmarks.joined", __doc__, rounds=9)
     add_names(parser, "models", MODELS)
-    add_names(parser, "rows", ROWS)
+    add_names(parser, "rows", ROWS + BETWEEN, default=",".join(ROWS))
     options = parser.parse_args(arguments)
     device = begin(options.device)
     results = Results.of(options.out, device, "joined.json", METHOD)
+    results.summary["table"] = data_path("db", "joined.toml").read_text(encoding="utf-8")
     cases = []
     for count, model in itertools.product(map(int, options.rows), options.models):
         k, qkv, bias, gate = MODELS[model]
