@@ -13,11 +13,12 @@ from torch.nn import functional
 
 import tunegemm
 from tests.support.fusing import close
+from tests.support.gates import Kernels
 from tests.support.serving import BF16
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api, extension
 from tunegemm.engines import common, vllm_gates
-from tunegemm.groups import grouped
+from tunegemm.layers import sites
 from tunegemm.torch import ops
 
 COLUMNS, WIDTH = 7168, 64
@@ -27,14 +28,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning
 
 
 @pytest.fixture(autouse=True)
-def served(loops: Any, serve: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gates by the kernel of groups, and the plain product of 100 rows by one of a record."""
+def served(serve: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gates by the kernel of several weights, and the plain product of 100 rows by one of a record."""
     monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(vllm_gates, "met", {})
     api.serve_by(serve(Problem(100, COLUMNS, WIDTH)))
+    kernels = Kernels()
+    monkeypatch.setattr(sites, "load", kernels.load)
     torch._dynamo.reset()
     with torch.inference_mode():
-        yield loops
+        yield kernels
 
 
 def gated(both: torch.Tensor) -> torch.Tensor:
@@ -75,11 +78,11 @@ def test_one_graph_takes_for_each_number_of_rows_what_serves_it(served: Any, ker
     layer, counts = compiled(mlp)
     weight = weight_of()
     for rows, by in ((48, (1, 0)), (100, (0, 1)), (101, (0, 0)), (33, (1, 0)), (32, (0, 0)), (48, (1, 0))):
-        served.calls.clear()
+        served.gates.clear()
         kernel.calls.clear()
         x = given(rows)
         result, plainly = layer(x, weight), gated(functional.linear(x, weight)) + 1
-        assert (len(served.calls), len(kernel.calls)) == by, rows
+        assert (len(served.gates), len(kernel.calls)) == by, rows
         close(result, plainly, 1e-2)
         assert torch.equal(result, plainly) or by != (0, 0), "to the bit"
     assert counts == [1]
@@ -96,7 +99,7 @@ def test_factors_of_another_order_and_several_layers(served: Any) -> None:
     layer, counts = compiled(layers)
     x, weights = given(48), [weight_of(), weight_of() / 2]
     close(layer(x, weights), layers(x, weights), 1e-2)
-    assert counts == [2] and len(served.calls) == 2
+    assert counts == [2] and len(served.gates) == 2
 
 
 def _adapted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -152,7 +155,7 @@ def test_what_is_another_graph_stays_as_it_is(name: str, served: Any, monkeypatc
     call, counts = compiled(layer)
     x, weight = given(48), weight_of()
     close(call(x, weight), layer(x, weight), 1e-2)
-    assert counts == [0] and not served.calls
+    assert counts == [0] and not served.gates
 
 
 @pytest.mark.parametrize(
@@ -180,21 +183,23 @@ def test_other_devices_and_policies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_new_is_made_within_a_capture(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is there since the run before; what is not is the plain product."""
     within = {"capture": True}
-    for module in (grouped, extension):
-        monkeypatch.setattr(module, "capturing", lambda device: within["capture"])
+    monkeypatch.setattr(extension, "capturing", lambda device: within["capture"])
     layer, _ = compiled(mlp)
     x, weight = given(48), weight_of()
     plainly = gated(functional.linear(x, weight)) + 1
-    assert torch.equal(layer(x, weight), plainly) and not served.calls
+    assert torch.equal(layer(x, weight), plainly) and not served.gates
     within["capture"] = False
     layer(x, weight)
     within["capture"] = True
     close(layer(x, weight), plainly, 1e-2)
-    assert len(served.calls) == 2 and served.loads == 1
+    assert len(served.gates) == 2 and served.loads == 1
 
 
-def test_a_kernel_that_fails_costs_a_warning(served: Any) -> None:
-    served.error = RuntimeError("no such kernel")
+def test_a_kernel_that_fails_costs_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: int) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(sites, "load", lambda *_: (lambda *_: fail, False))
     layer, _ = compiled(mlp)
     x, weight = given(48), weight_of()
     assert torch.equal(layer(x, weight), gated(functional.linear(x, weight)) + 1)
@@ -208,11 +213,11 @@ def test_inductors_code_calls_the_function(served: Any, kernel: Any) -> None:
     _, code = run_and_get_code(layer, given(48), weight)
     assert "extern_kernels.tunegemm_engine_gated(" in code[0] and "any rows" in code[0]
     for rows, by in ((48, (1, 0)), (100, (0, 1)), (100, (0, 1)), (101, (0, 0))):
-        served.calls.clear()
+        served.gates.clear()
         kernel.calls.clear()
         x = given(rows)
         close(layer(x, weight), gated(functional.linear(x, weight)) + 1, 1e-2)
-        assert (len(served.calls), len(kernel.calls)) == by, rows
+        assert (len(served.gates), len(kernel.calls)) == by, rows
     assert counts == [1]
 
 
@@ -223,20 +228,17 @@ def test_ranges_are_served_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert served(7167) == served(51201) == []
     assert served(7168) == served(14335) == [33, 64, 1024, 8192]
-    assert served(14336) == served(28672) == [33, 64, 65, 128, 512, 1023, 1024, 8192]
-    assert served(28673) == served(51200) == [33, 64, 512, 1023, 1024, 8192]
-    monkeypatch.setattr(vllm_gates, "choose", lambda *given, **words: given[3] != 1023 or None)
-    assert vllm_gates.ranges(14336, 4096) == [(33, 128), (1024, 8192)]
-    monkeypatch.setattr(vllm_gates, "choose", lambda *given, **words: given)
-    assert vllm_gates.ranges(14336, 4096) == [(33, 128), (512, 8192)]
+    assert served(14336) == served(28673) == served(51200) == [33, 64, 129, 511, 512, 1023, 1024, 8192]
+    assert vllm_gates.ranges(14336, 4096) == [(33, 64), (129, 8192)]
     assert vllm_gates.ranges(7168, 4096) == [(33, 64), (1024, 8192)]
+    assert vllm_gates.ranges(7168, 4100) == []
     assert vllm_gates.ranges(14336 + 8, 4096) == vllm_gates.ranges(7152, 4096) == []
     monkeypatch.setattr(vllm_gates, "met", {})
     assert vllm_gates.said() == ""
     vllm_gates.met.update(dict.fromkeys([torch.Size((7168, 64)), torch.Size((51200, 128))]))
     assert vllm_gates.said() == (
         "; with silu's gate bf16 7168x64 at 33 to 64, 1024 to 8192 rows, "
-        "51200x128 at 33 to 64, 512 to 8192 rows"
+        "51200x128 at 33 to 64, 129 to 8192 rows"
     )
 
 

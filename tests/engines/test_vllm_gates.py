@@ -11,12 +11,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 _SERVED = """
 from tests.support.engines import serve_on_cpu
-from tests.support.grouped import Loops
+from tests.support.gates import Kernels
 from tunegemm.describe.problem import Problem
-from tunegemm.groups import grouped
+from tunegemm.layers import sites
 from tunegemm.engines import vllm_gates
-kernel, loops = serve_on_cpu(Problem(100, 7168, 64), digest="of gates"), Loops()
-grouped.groups = grouped.Groups(loops.load)
+kernel, kernels = serve_on_cpu(Problem(100, 7168, 64), digest="of gates"), Kernels()
+sites.load = kernels.load
 """
 
 #: vLLM's own Llama of two layers, but for attention, which is a GPU's.
@@ -99,10 +99,10 @@ with set_current_vllm_config(known), torch.inference_mode():
             inner.do_not_compile = False
 
     for rows in (48, 100, 101, 7):
-        loops.calls.clear()
+        kernels.gates.clear()
         kernel.calls.clear()
         result = step(rows)
-        counts = len(loops.calls), len(kernel.calls)
+        counts = len(kernels.gates), len(kernel.calls)
         expected = unfused(rows).float()
         error = float((result.float() - expected).norm() / expected.norm())
         found["steps"].append([rows, *counts, error < 2e-2])
@@ -190,12 +190,12 @@ with set_current_vllm_config(config()), torch.inference_mode():
         if name == "quantised":
             mlp.gate_up_proj.quant_method = Scaled()
         counts.clear()
-        loops.calls.clear()
+        kernels.gates.clear()
         torch._dynamo.reset()
         expected = mlp(x).float()
         result = torch.compile(mlp, backend=backend)(x).float()
         error = float((result - expected).norm() / expected.norm())
-        found[name] = [sum(counts), len(counts) > 0, len(loops.calls), error < 1e-2]
+        found[name] = [sum(counts), len(counts) > 0, len(kernels.gates), error < 1e-2]
 torch.distributed.destroy_process_group()
 """,
     )
@@ -218,13 +218,13 @@ def rank(number, path, queue):
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
     from vllm.model_executor.models.llama import LlamaMLP
     from tests.support.engines import serve_on_cpu
-    from tests.support.grouped import Loops
+    from tests.support.gates import Kernels
     from tunegemm.describe.problem import Problem
-    from tunegemm.groups import grouped
+    from tunegemm.layers import sites
     from tunegemm.engines import vllm_gates
     serve_on_cpu(Problem(100, 7168, 64))
-    loops, counts = Loops(), []
-    grouped.groups = grouped.Groups(loops.load)
+    kernels, counts = Kernels(), []
+    sites.load = kernels.load
     torch.manual_seed(0)
 
     def backend(module, inputs):
@@ -247,7 +247,7 @@ def rank(number, path, queue):
         gate, up = (linear(x.float(), each.float()) for each in (gate, up))
         expected = linear(torch.nn.functional.silu(gate) * up, down.float())
         error = float((result - expected).norm() / expected.norm())
-        queue.put([number, sum(counts), loops.calls, error < 1e-2])
+        queue.put([number, sum(counts), kernels.gates, error < 1e-2])
     torch.distributed.destroy_process_group()
 """
 
@@ -257,5 +257,5 @@ def test_shards_of_two_ranks(engine: str, run: Run, tmp_path) -> None:
     """Each rank has its part of gate's rows above its part of up's."""
     (tmp_path / "rank_of_tests.py").write_text(_RANK)
     found = run(engine, RANKS)
-    call = [48, 1, 7168, 64, "swiglu"]
+    call = [48, 3584, 64]
     assert found["ranks"] == [[n, 1, [call], True] for n in range(2)], found["output"]

@@ -31,7 +31,7 @@ def test_one_code_for_all_rows_and_graphs_of_it(columns: int) -> None:
         assert difference(result, functional.silu(gate) * up + 1) < 8e-3
 
     with torch.inference_mode():
-        for rows in (48, 1024, 1, 64, 16, 33, 256, 8192):  # of which 1, 16 and 256 are two kernels
+        for rows in (48, 1024, 1, 64, 16, 33, 100, 129, 256, 700, 8192):  # 1, 16 and 100 are two kernels
             x = given(rows, rows)
             torch._dynamo.mark_dynamic(x, 0)
             check(layer(x), x)  # as vLLM warms up

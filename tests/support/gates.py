@@ -28,8 +28,10 @@ class Kernels(Kernel):
         super().__init__()
         self.gates: list[tuple[int, int, int]] = []
         self.several: list[tuple[int, ...]] = []
+        self.loads = 0
 
     def load(self, choice: JoinedChoice, device: torch.device) -> tuple[Any, bool]:
+        self.loads += 1
         gate = next((step for step in choice.config.fused.steps if step in _GATES), "")
 
         def bind(

@@ -17,47 +17,37 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.forms import MATMUL, form_of
-from tunegemm.dispatch.guards import deterministic
+from tunegemm.dispatch.guards import deterministic, only_checks_operators
 from tunegemm.engines.common import plain
-from tunegemm.groups import grouped
 from tunegemm.groups.routing import SILU, routing
-from tunegemm.layers import fusion
+from tunegemm.layers import fusion, sites
 from tunegemm.layers.graph import Layer, transposed_of, value
 from tunegemm.layers.patterns import Match, half_gate
-from tunegemm.model.grouped import choose
 from tunegemm.torch.lowering import lower_to_function
 
 _PLAIN = form_of(MATMUL, "")
-_GATE = "swiglu"
 _MM = torch.ops.tunegemm.mm
 
-#: The ranges in which one kernel computes gate, up and silu's gate; it is the grouped kernel with all rows in
-#: one group. Each entry has the least and greatest number of rows, and of rows of the weights, gate's and
-#: up's together. Two measurements of 2026-11-27 agree on these ranges.
+#: The ranges in which one kernel computes gate, up and silu's gate (`tunegemm.generate.joined`). Each entry
+#: has the least and greatest number of rows, and of rows of the weights, gate's and up's together.
 #:
-#: As products alone, on an H100 and an H200, the kernel was faster than torch's product, or two, and steps:
-#: also at 1 to 32 rows, and at 129 to 511 with 14336 to 28672 rows of weights. At 128 rows it took 1.01 to
-#: 1.17 times as long with 7168 rows of weights, and as long as two products with 51200.
-#:
-#: In vLLM, with Llama-3-8B on an H200 (rows of commit 7b264c5d): with the kernel,
-#: decode reached 1.084 times vLLM's speed at 64 rows, and prefill of 512 and 8192 rows 1.017 to 1.032;
-#: without it 1.067 and 0.996 to 1.002. But at 1, 16 and 256 rows it reached 1.045, 1.058 and 1.002, against
-#: 1.079, 1.065 and 1.022 without it. The ends of the ranges between these numbers are guesses.
+#: As products alone, on an H200, the kernel was 1.00 to 1.38 times as fast as torch's product and a kernel
+#: for the gate: seven weights at 192 to 8192 rows. At 96 rows it was 0.91 to 1.12 times as fast, and plain
+#: products of up to 128 rows have kernels of their own. In vLLM, with Llama-3-8B on an H200, decode was
+#: faster with one kernel at 64 rows and slower at 1 and 16. The ends of the ranges between these numbers are
+#: guesses.
 SERVED = (
     (33, 64, 7168, 51200),
-    (65, 128, 14336, 28672),
-    (512, 1023, 14336, 51200),
+    (129, 1023, 14336, 51200),
     (1024, 8192, 7168, 51200),
 )
-_MOST_ROWS = SERVED[-1][1]
 
 #: The shapes of the weights that products have used so far.
 met: dict[torch.Size, None] = {}
-#: The end of a single group, by device and number of rows.
-_ends: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tensor:
@@ -67,7 +57,7 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
     """
     weight, rows, result = plain(weight), x.size(0), None
     met[weight.shape] = None
-    if is_served(rows, weight.size(0)) and not deterministic() and not extension.policy().is_batch_invariant:
+    if is_served(rows, weight.size(0)) and not deterministic():
         result = _by_one_kernel(x, weight)
     if result is None:
         both = x.new_empty((rows, weight.size(0)))
@@ -82,16 +72,13 @@ def is_served(rows: int, columns: int) -> bool:
     return any(least <= rows <= most and few <= columns <= many for least, most, few, many in SERVED)
 
 
-def _by_one_kernel(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+def _by_one_kernel(x: torch.Tensor, weight: torch.Tensor) -> Any:
     """Compute the gated product with one kernel; None if there is no kernel, or not yet."""
-    place = x.device, x.size(0)
-    ends = _ends.get(place)
-    if ends is None:
-        numbers = grouped.multiples(x.device, torch.int32, 1, _MOST_ROWS + 1)
-        if numbers is None:
-            return None
-        ends = _ends[place] = numbers[x.size(0) : x.size(0) + 1]
-    return grouped.groups.below_autograd(x, weight[None].mT, ends, None, _GATE)
+    if only_checks_operators():  # a first call, which decides how the number of rows is computed
+        with _disable_current_modes():
+            return _by_one_kernel(x, weight)
+    facts = (*weight.shape, weight.stride(0), weight.dtype, weight.device)
+    return sites.gated("silu", "gate first", False, facts).kernel(x, weight)
 
 
 def _gate_of(both: torch.Tensor) -> torch.Tensor:
@@ -136,7 +123,7 @@ def ranges(columns: int, k: int) -> list[tuple[int, int]]:
     """The ranges of rows in which the fused kernel may serve the product with a weight (columns, k)."""
     results: list[tuple[int, int]] = []
     for first, last, few, many in SERVED:
-        if columns % 16 or not few <= columns <= many or choose(1, columns, k, last, gate=_GATE) is None:
+        if columns % 16 or k % 8 or not few <= columns <= many:
             continue
         if results and first <= results[-1][1] + 1:
             first = results.pop()[0]
