@@ -52,3 +52,21 @@ def test_a_damaged_table_is_one_line(tmp_path: Path) -> None:
 def test_kernels_beside_the_wide_ones_serve_up_to_512_rows() -> None:
     beside = [each for gate in ("", "swiglu") for each in candidates(gate=gate) if each.wider is not None]
     assert beside and all(each.serves(512) and not each.serves(513) for each in beside)
+
+
+@pytest.mark.parametrize(
+    ("gate", "bias"),
+    [("", False), ("", True), ("swiglu", False), ("swiglu", True), ("geglu", False), ("reglu", True)],
+)
+def test_three_tiles_of_rows_are_not_computed_as_four(gate: str, bias: bool) -> None:
+    """A table whose clusters all lie along the rows did that: gates of 384 rows were slower than torch's."""
+    for ns in ((14336,), (3584,), (25600,)) if gate else (LLAMA, (5120, 5120, 5120), (8192, 1024, 1024)):
+        three, four = (
+            min(
+                each.estimate(rows, ns, 4096, "NVIDIA H200")
+                for each in candidates(gate=gate, bias=bias)
+                if each.fits(rows, ns) and each.serves(rows)
+            )
+            for rows in (384, 512)
+        )
+        assert three < 0.85 * four
