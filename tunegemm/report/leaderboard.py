@@ -12,11 +12,11 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from tunegemm.describe.architectures import PARTS
+from tunegemm.describe.architectures import PARTS, part_named
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -26,6 +26,7 @@ from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.report.text import clean, fitted, markdown, significant, to_json
+from tunegemm.store.codec import FINGERPRINT_FIELDS
 from tunegemm.store.frames import by_evidence, of_records
 from tunegemm.store.layers import of_databases
 from tunegemm.store.shipped import read_shipped
@@ -156,20 +157,18 @@ class Leaderboard:
         import pandas
 
         names = labels or {}
-        rows = [
-            (
-                rank,
-                str(problem),
-                names.get(candidate.digest, str(candidate)),
-                predicted_us,
-                candidate.family,
-                device.name,
-            )
-            for rank, (candidate, predicted_us) in enumerate(sorted(predictions, key=lambda pair: pair[1]), 1)
-        ]
-        columns = ["rank", "problem", "candidate", "predicted_us", "family", "device"]
+        ranked = sorted(predictions, key=lambda pair: pair[1])
+        frame = pandas.DataFrame(
+            {
+                "rank": range(1, len(ranked) + 1),
+                "problem": str(problem),
+                "candidate": [names.get(candidate.digest, str(candidate)) for candidate, _ in ranked],
+                "predicted_us": [predicted_us for _, predicted_us in ranked],
+                "family": [candidate.family for candidate, _ in ranked],
+                "device": device.name,
+            }
+        )
         note = f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
-        frame = pandas.DataFrame(rows, columns=columns)
         return cls(f"{problem} on {device.name}", "modelled", note, frame)
 
     @classmethod
@@ -365,7 +364,6 @@ def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.
 
 _PROBLEM_FIELDS = list(FIELDS)
 _PLACE = [*_PROBLEM_FIELDS, "device_name"]
-_FINGERPRINT_FIELDS = [entry.name for entry in fields(Fingerprint)]
 _SUMMARY_COLUMNS = (
     "problem", "ratio_to_torch_mm", "candidate", "median_us", "torch_mm_us", "tflops", "percent_of_roofline",
     "spread_percent", "family", "device", "best_vendor", "best_vendor_ratio",
@@ -452,20 +450,15 @@ def _newest(frame: pandas.DataFrame) -> pandas.DataFrame:
 def _groups(frame: pandas.DataFrame) -> list[tuple[Device, pandas.DataFrame]]:
     """The rows of one problem to show, by device."""
     groups = [group for _, group in _newest(frame).groupby("device_name")]
-    first = [[_python(group.iloc[0][name]) for name in _FINGERPRINT_FIELDS] for group in groups]
-    return [(known_device(Fingerprint(*cells)), group) for cells, group in zip(first, groups, strict=True)]
+    first = [group[list(FINGERPRINT_FIELDS)].head(1).to_dict("records")[0] for group in groups]
+    return [(known_device(Fingerprint(**facts)), group) for facts, group in zip(first, groups, strict=True)]
 
 
 def known_device(fingerprint: Fingerprint) -> Device:
     """A device by its stored name, for the roofline; its peaks are 0, unknown, if no part has the name."""
-    parts = {part.device_name: part for part in PARTS.values()}
-    part = parts.get(fingerprint.device_name)
-    if part is not None:
-        return device_from_part("stored", part, fingerprint)
-    unknown = replace(
-        next(iter(PARTS.values())), device_name=fingerprint.device_name, peak_tflops=0.0, bandwidth_gbps=0.0
-    )
-    return device_from_part("stored", unknown, fingerprint)
+    name = fingerprint.device_name
+    unknown = replace(next(iter(PARTS.values())), device_name=name, peak_tflops=0.0, bandwidth_gbps=0.0)
+    return device_from_part("stored", part_named(name) or unknown, fingerprint)
 
 
 def _device_named(name: str) -> Device:
@@ -540,12 +533,6 @@ def _cell(name: str, row: Mapping[Any, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    value = _python(value)
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
-
-
-def _python(value: Any) -> Any:
-    """A numpy scalar as a Python scalar."""
-    return value.item() if hasattr(value, "item") else value
