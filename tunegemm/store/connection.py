@@ -347,14 +347,9 @@ def translated(location: Path | URL) -> Iterator[None]:
     """Turns a driver's errors into DatabaseError: location, problem, remedy."""
     try:
         yield
-    except DBAPIError as error:
-        raise DatabaseError(f"{display(location)}: {reason_of(location, error.orig)}") from error
-    except sqlite3.Error as error:
-        raise DatabaseError(f"{display(location)}: {reason_of(location, error)}") from error
-    except UnicodeDecodeError as error:  # SQLite's own message quotes a damaged schema
-        damaged = sqlite3.DatabaseError(str(error))
-        damaged.sqlite_errorname = "SQLITE_CORRUPT"
-        raise DatabaseError(f"{display(location)}: {reason_of(location, damaged)}") from error
+    except (DBAPIError, sqlite3.Error, UnicodeDecodeError) as error:
+        reason = reason_of(location, getattr(error, "orig", error))
+        raise DatabaseError(f"{display(location)}: {reason}") from error
 
 
 #: Problem and remedy, by the start of SQLite's error name.
@@ -401,7 +396,9 @@ def reason_of(location: Path | URL, error: BaseException | None) -> str:
             if code.startswith(start):
                 return f"{explanation} ({(reason or first_line).strip().partition(chr(10))[0]})"
         return f"{first_line}; check the address and that the server is running"
-    name = getattr(error, "sqlite_errorname", "") or ""
+    # SQLite's own message about a damaged schema quotes it, which then is not UTF-8.
+    usual = "SQLITE_CORRUPT" if isinstance(error, UnicodeDecodeError) else ""
+    name = getattr(error, "sqlite_errorname", "") or usual
     for start, explanation in _EXPLANATIONS:
         if name.startswith(start):
             return explanation.replace("FILE", str(location)) + f" ({first_line})"

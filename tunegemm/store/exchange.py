@@ -87,11 +87,8 @@ def dump(database: Database) -> Iterator[Row | BadValueError]:
     """
     kernel, device = functools.cache(codec.decode_candidate), functools.cache(codec.decode_fingerprint)
     with database.reading() as session:
-        for table, result in (
-            (MeasurementRow, MeasurementRow),
-            (FailureRow, FailureRow),
-            (ChoiceRow, MeasurementRow),
-        ):
+        for table in (MeasurementRow, FailureRow, ChoiceRow):
+            result = MeasurementRow if table is ChoiceRow else table
             query: Select[*tuple[Any, ...]] = select(result, ProblemRow, FingerprintRow, CandidateRow)
             if table is ChoiceRow:
                 query = query.add_columns(ChoiceRow).join_from(

@@ -68,9 +68,8 @@ class UtcTime(TypeDecorator[datetime]):
 class Base(DeclarativeBase):
     """Names its constraints, so that a later migration can refer to them on every server."""
 
-    type_annotation_map: ClassVar[dict[Any, Any]] = {
-        float: Double
-    }  # a plain Float is 4 bytes wide on some servers
+    #: A plain Float is 4 bytes wide on some servers.
+    type_annotation_map: ClassVar[dict[Any, Any]] = {float: Double}
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",

@@ -132,15 +132,13 @@ def unfit(record: Record) -> str:
     if is_torch(record.candidate):
         return ""
     try:
-        _device(record.fingerprint)
+        device = _device(record.fingerprint)
     except PackError as error:
         return str(error)
     if wrong := record_objection(record):
         return wrong
     # A kernel that runs but was excluded for its speed is not refused.
-    verdict = families.get(record.candidate.family).check(
-        record.problem, record.candidate, _device(record.fingerprint)
-    )
+    verdict = families.get(record.candidate.family).check(record.problem, record.candidate, device)
     return "" if verdict else str(verdict)
 
 

@@ -26,7 +26,6 @@ from tunegemm.untrusted import shown
 
 Values = Mapping[str, Any]
 
-
 _FINGERPRINTS, _PROBLEMS, _CANDIDATES, _MEASUREMENTS, _FAILURES, _RECORDS, _CHOICES = (
     Base.metadata.tables[name]
     for name in ("fingerprints", "problems", "candidates", "measurements", "failures", "records", "choices")
@@ -38,8 +37,7 @@ def _find(table: Table, *names: str) -> Select[Any]:
     return select(table).where(*(table.c[name] == bindparam(name) for name in names))
 
 
-_PROBLEM_NAMES = [column.name for column in _PROBLEMS.columns if column.name != "id"]
-_FIND_PROBLEM = _find(_PROBLEMS, *_PROBLEM_NAMES)
+_FIND_PROBLEM = _find(_PROBLEMS, *(column.name for column in _PROBLEMS.columns if column.name != "id"))
 _FIND_FINGERPRINT = _find(_FINGERPRINTS, "digest")
 _FIND_CANDIDATE = _find(_CANDIDATES, "digest")
 _RELABEL = (

@@ -51,8 +51,7 @@ def latest_device(database: Database) -> str | None:
 def device_names(database: Database) -> list[str]:
     """Every device that has a fingerprint here, sorted."""
     query = select(FingerprintRow.device_name).distinct().order_by(FingerprintRow.device_name)
-    with database.reading() as session:
-        return list(session.scalars(query))
+    return [name for (name,) in database.read(query)]
 
 
 def records(database: Database, device_name: str) -> list[Record]:

@@ -34,7 +34,7 @@ def read_shipped(folder: Path | None = None, *, layer: str = "system") -> tuple[
     """The records of a folder, by default the shipped one, and one line for each bad file or record."""
     records: list[Record] = []
     problems: list[str] = []
-    for path in _paths(folder or data_path("db", "records")):
+    for path in sorted((folder or data_path("db", "records")).glob("*.json")):
         try:
             at = path.stat()
         except OSError:  # reading it will report the error
@@ -59,7 +59,7 @@ class ShippedLookup:
         self.warnings: list[str] = []
         """One line for each file that cannot be read."""
         try:
-            paths = _paths(data_path("db", "records"))
+            paths = sorted(data_path("db", "records").glob("*.json"))
         except OSError as error:  # copied without its data: zip, PyInstaller, vendored
             self.warnings.append(
                 f"{error}; install tunegemm from its wheel, or bundle all its files "
@@ -148,13 +148,6 @@ def _read_file(path: Path, layer: str, mtime_ns: int, size: int) -> tuple[list[R
         except BAD as error:
             problems.append(f"{path}: skipped record {position}: {one_line(error)}")
     return records, problems
-
-
-def _paths(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.glob("*.json"))
-    except FileNotFoundError:
-        return []
 
 
 def _parts(text: str) -> tuple[dict[str, Fingerprint], list[Any]]:
