@@ -95,10 +95,7 @@ def _values(text: str, part: str) -> list[str]:
     first, last, step = map(int, match.groups()) if match else (0, 0, 0)
     if not 0 < first <= last or not step:
         raise UsageError(f"--shape {shown(text)}: {shown(part)} is not FIRST:LAST:STEP, such as 512:4096:512")
-    values = range(first, last + 1, step)
-    if len(values) > _MOST_SHAPES:
-        raise UsageError(f"--shape {shown(text)}: more than {_MOST_SHAPES} shapes; give fewer, or use --from")
-    return list(map(str, values))
+    return list(map(str, range(first, last + 1, step)[: _MOST_SHAPES + 1]))  # one more: too many
 
 
 def parse_pattern(text: str | None) -> str | None:

@@ -163,8 +163,7 @@ def layers_command() -> None:
     }
     for layer, place in places.items():
         printing.say(f"{layer:8} {counts[layer]:6} records  {_without_password(str(place))}")
-    for warning in warnings:
-        printing.say(f"tunegemm: {warning}", err=True)
+    printing.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
 
 
 def _without_password(location: str) -> str:

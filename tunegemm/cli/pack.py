@@ -49,8 +49,7 @@ def pack_command(
         problems = {demand.problem for demand in workload.read(*from_files)[0]}
     if db is None:
         records, warnings = read_records()
-        for warning in warnings:
-            printing.say(f"tunegemm: {warning}", err=True)
+        printing.say(*(f"tunegemm: {warning}" for warning in warnings), err=True)
     else:
         with Database.open(db, read_only=True) as database:
             records = database.records()

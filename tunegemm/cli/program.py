@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tunegemm.cli import arguments
@@ -29,9 +28,10 @@ from tunegemm.files import cause
 #: Signals that cannot be caught, that stop and continue, that are ignored by default, and of a process's
 #: own errors and timers.
 _OTHERS = {
-    "SIGKILL", "SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGCONT", "SIGCHLD", "SIGURG", "SIGWINCH",
-    "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS", "SIGPIPE", "SIGALRM",
-    "SIGVTALRM", "SIGPROF",
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCONT,
+    signal.SIGCHLD, signal.SIGURG, signal.SIGWINCH, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE,
+    signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS, signal.SIGPIPE, signal.SIGALRM,
+    signal.SIGVTALRM, signal.SIGPROF,
 }  # fmt: skip
 #: How long the witness may take to report a signal.
 _WITNESS_S = 1.0
@@ -52,8 +52,8 @@ class Signals:
     """While it is entered, no signal that can be caught ends this process. A context manager."""
 
     def __init__(self) -> None:
-        ends = {number for number in signal.valid_signals() if _name(number) not in _OTHERS}
         defaults = (signal.SIG_DFL, signal.default_int_handler)
+        ends = signal.valid_signals() - _OTHERS
         self._numbers = {number for number in ends if signal.getsignal(number) in defaults}
         """Signals that nobody ignores (as under `nohup`) or handles; the program starts with the others."""
         self._before: dict[int, Any] = {}
@@ -82,9 +82,7 @@ class Signals:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
         self.witness.kill()
         self.witness.communicate()
@@ -139,13 +137,6 @@ class Signals:
         for item, moment in zip(words[::2], words[1::2], strict=True):
             self.witnessed_s.setdefault(int(item), []).append(float(moment))
         return bool(words)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # one of those without a name, between SIGRTMIN and SIGRTMAX
-        return ""
 
 
 #: Holds the `sitecustomize` that begins in each Python process.

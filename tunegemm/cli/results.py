@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tunegemm.cli import printing
+from tunegemm.describe.served import seconds
 from tunegemm.describe.stored import document_of
 from tunegemm.report.text import counted, fitted, significant
 
@@ -40,9 +41,7 @@ def show(console: Console, result: TuneResult, top: int | None, where: str, budg
     if over_s > 1:
         note += f" {over_s:.0f} s over the budget: running compiles and the final race are not cut short."
     closing = [note.strip(), failure_line(result), verdict_line(result, where)]
-    for line in [failure_line(result)] if result.interrupted else closing:
-        if line:
-            printing.say(line)
+    printing.say(*filter(None, [failure_line(result)] if result.interrupted else closing))
 
 
 def leaderboard(result: TuneResult) -> Leaderboard:
@@ -291,11 +290,3 @@ def left_out(reasons: Sequence[str]) -> list[str]:
     """A line for each of the first entries of a file that cannot be tuned, and one for the others."""
     lines = [f"Left out: {reason}" for reason in reasons[:_NAMED]]
     return lines + [f"Left out: {len(reasons) - _NAMED} more."] * (len(reasons) > _NAMED)
-
-
-def seconds(value: float) -> str:
-    """A time in the unit that suits it."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if value >= factor:
-            return f"{value / factor:.2f} {unit}"
-    return f"{value * 1e6:.1f} us"

@@ -33,7 +33,7 @@ class Served:
         text = f"served {self.served} of {self.products} products"
         text += f" ({self.served_calls:,} of {self.calls:,} calls)"
         if self.served:
-            text += f", saving about {_seconds(self.saved_s)}"
+            text += f", saving about {seconds(self.saved_s)}"
         return text + (f", in {self.processes} processes" if self.processes > 1 else "")
 
     @classmethod
@@ -52,5 +52,9 @@ class Served:
         return cls.together(parts)
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.2f} ms"
+def seconds(value: float) -> str:
+    """A time in the unit that suits it."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if abs(value) >= factor:
+            return f"{value / factor:.2f} {unit}"
+    return f"{value * 1e6:.1f} us"
