@@ -106,7 +106,6 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
 
 def lines(verification: Verification) -> list[str]:
     """The lines to print about one record."""
-
     best = verification.result.best
     if best is None:
         outcome = f"nothing could be measured ({verification.result.note})"

@@ -46,20 +46,18 @@ class Candidate:
         launch_params: Mapping[str, Value] | None = None,
     ) -> Candidate:
         """Make one from mappings, in any order. Raises SpaceError unless given a name and two mappings."""
-        values = (family, str), (compile_params, Mapping), (launch_params or {}, Mapping)
-        for value, expected in values:
+        launch_params = launch_params or {}
+        for value, expected in (family, str), (compile_params, Mapping), (launch_params, Mapping):
             if not isinstance(value, expected):
                 raise SpaceError(f"{value!r:.40}: a candidate needs a family's name and mappings of values")
-        for table in (compile_params, launch_params or {}):
+        for table in (compile_params, launch_params):
             for name, parameter in table.items():
                 if not isinstance(name, str) or not isinstance(parameter, int | str):
                     raise SpaceError(
                         f"{shown(name)}={shown(parameter)}: "
                         "a parameter is a whole number, a text or a boolean"
                     )
-        return cls(
-            family, tuple(sorted(compile_params.items())), tuple(sorted((launch_params or {}).items()))
-        )
+        return cls(family, tuple(sorted(compile_params.items())), tuple(sorted(launch_params.items())))
 
     @cached_property
     def params(self) -> Mapping[str, Value]:
@@ -104,10 +102,8 @@ class Candidate:
 
     def __repr__(self) -> str:
         """An expression that recreates it, to paste after ``from tunegemm import Candidate``."""
-        tables = [repr(dict(self.compile_params))] + [repr(dict(self.launch_params))] * bool(
-            self.launch_params
-        )
-        return f"Candidate.make({self.family!r}, {', '.join(tables)})"
+        launch = f", {dict(self.launch_params)}" if self.launch_params else ""
+        return f"Candidate.make({self.family!r}, {dict(self.compile_params)}{launch})"
 
     def __str__(self) -> str:
         return " ".join(

@@ -158,12 +158,9 @@ def ticks(limits: tuple[float, float]) -> list[tuple[float, str]]:
     from matplotlib.ticker import MaxNLocator
 
     results: list[tuple[float, str]] = []
-    within = (
-        t
-        for t in MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(*limits)
-        if limits[0] <= t <= limits[1]
-    )
-    for tick in (1.0, *within):
+    low, high = limits
+    found = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    for tick in (1.0, *(tick for tick in found if low <= tick <= high)):
         place = place_of(tick, limits)
         if all(abs(place - other) >= 14 for other, _ in results):
             results.append((place, f"{tick:g}"))

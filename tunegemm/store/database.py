@@ -290,7 +290,6 @@ class Database:
         samples: bool = False,
     ) -> list[Record]:
         """The records of one problem or fingerprint, as `rows.records_query`."""
-
         query = rows.records_query(chosen, samples=samples)
         if problem is not None:
             query = rows.where_problem(query, problem)

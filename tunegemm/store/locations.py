@@ -10,8 +10,8 @@ from tunegemm.files import foreign
 from tunegemm.resources import user_path
 
 _FILE_NAME = "tunegemm.sqlite"
-#: Suffixes of files that SQLite reads together with a database.
-_SIDE_FILES = ("-wal", "-shm", "-journal")
+#: Suffixes of a database and of the files that SQLite reads together with it.
+_SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 
 def project_location() -> str | None:
@@ -59,13 +59,11 @@ def _in_working_directory() -> Path | None:
 def _who_may_write(here: Path) -> str:
     """Who else may write a file, its side files, or their folders, following links."""
     user = os.geteuid()
-    files = [here, *(here.with_name(here.name + suffix) for suffix in _SIDE_FILES)]
     try:
-        if here.is_symlink():
-            target = here.resolve()
-            if (link := here.lstat()).st_uid != user:
-                return f"{here}: a link of another user (uid {link.st_uid})"
-            files += [target, *(target.with_name(target.name + suffix) for suffix in _SIDE_FILES)]
+        if here.is_symlink() and (link := here.lstat()).st_uid != user:
+            return f"{here}: a link of another user (uid {link.st_uid})"
+        places = dict.fromkeys((here, here.resolve()))
+        files = [place.with_name(place.name + suffix) for place in places for suffix in _SUFFIXES]
         for folder in dict.fromkeys(file.parent for file in files):
             # Root may change any file anyway, and its folders hold the files of others.
             if why := foreign(folder, folder.stat(), (user, 0)):

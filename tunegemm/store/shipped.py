@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -166,12 +167,9 @@ def _bad_file(path: Path, error: Exception) -> str:
 
 def latest_confirmed(records: Iterable[Record]) -> list[Record]:
     """Per problem and GPU the record that was confirmed last: of older toolchains none is shipped."""
-    latest: dict[tuple[Problem, str], Record] = {}
-    for record in records:
-        key = record.problem, record.fingerprint.device_name
-        if record.confirmed and (key not in latest or record.measured_at > latest[key].measured_at):
-            latest[key] = record
-    return list(latest.values())
+    confirmed = (record for record in records if record.confirmed)
+    ordered = sorted(confirmed, key=lambda record: record.measured_at)
+    return list({(record.problem, record.fingerprint.device_name): record for record in ordered}.values())
 
 
 def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
@@ -186,9 +184,7 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
     if not by_device:
         return []
     make_folder(folder)
-    names_of: dict[str, list[str]] = {}
-    for device in by_device:
-        names_of.setdefault(_file_name(device).lower(), []).append(device)
+    alike = Counter(_file_name(device).lower() for device in by_device)
     written = []
     for device, group in sorted(by_device.items()):
         distinct = sorted(
@@ -209,7 +205,7 @@ def write_records(records: Iterable[Record], folder: Path) -> list[Path]:
             + _END
         )
         name = _file_name(device)
-        if len(names_of[name.lower()]) > 1:
+        if alike[name.lower()] > 1:
             name += "-" + hashlib.sha256(device.encode("utf-8", "backslashreplace")).hexdigest()[:8]
         write_text(folder / f"{name}.json", text)
         written.append(folder / f"{name}.json")

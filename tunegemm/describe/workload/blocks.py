@@ -104,7 +104,7 @@ def layers_of(config: Config) -> list[Layer]:
         if not is_pattern or kind in ("mlp", "moe"):
             results += _feed_forward(of_block, index, kind)
         if width:
-            at = _at(index)
+            at = f"model.layers.{index}"
             results.append(_layer("per_layer_gate", Linear(f"{at}.per_layer_input_gate", width, hidden)))
             results.append(_layer("per_layer_up", Linear(f"{at}.per_layer_projection", hidden, width)))
     if width:
@@ -173,10 +173,6 @@ def _of_block(config: Config, index: int, kind: str) -> Config:
     return Config({**config.values, **result}, config.where)
 
 
-def _at(index: int) -> str:
-    return f"model.layers.{index}"
-
-
 def _layer(name: str, *parts: Linear, **more: Any) -> Layer:
     return Layer(name, parts, **more)
 
@@ -186,8 +182,8 @@ def _mixer(config: Config, index: int, kind: str) -> list[Layer]:
     if why := _LEFT_OUT.get(kind):
         return [_layer(kind, left_out=why)]
     if kind == "linear_attention":
-        return _linear_attention(config, f"{_at(index)}.linear_attn")
-    at = f"{_at(index)}.self_attn"
+        return _linear_attention(config, f"model.layers.{index}.linear_attn")
+    at = f"model.layers.{index}.self_attn"
     if config.get("kv_lora_rank"):
         return _latent_attention(config, at, index)
     if config.get("share_q_dim"):
@@ -323,7 +319,7 @@ def _linear_attention(config: Config, at: str) -> list[Layer]:
 
 def _feed_forward(config: Config, index: int, kind: str) -> list[Layer]:
     """A block's dense layer, or its experts and their shared layers."""
-    at = _at(index)
+    at = f"model.layers.{index}"
     bias = config.flag("mlp_bias", "use_bias")
     wide = config.number("intermediate_size_mlp", "intermediate_size", default=0)
     if config.flag("use_double_wide_mlp"):

@@ -80,8 +80,11 @@ def _problems(text: str) -> list[Problem]:
         steps = ["scale_rowwise" if row_wise == "1" else "scale_tensor"]
         steps += ["bias_n"] * (bias not in (None, "None"))
     else:
-        in_dtype = dtype_of(dtypes[0])
-        out_dtype, steps = _known(in_dtype, dtypes[0]), ["bias_n"] * (kind == "GemmAndBias")
+        in_dtype, steps = dtype_of(dtypes[0]), ["bias_n"] * (kind == "GemmAndBias")
+        try:
+            out_dtype = default_out_dtype(in_dtype)
+        except ProblemError as error:
+            raise ProblemError(f"dtype {shown(dtypes[0])}: {error}") from None
     problem = Problem(m, n, k, batch, in_dtype, out_dtype, a_major, b_major, epilogue="+".join(steps))
     if bias not in (None, "None"):
         check_addend(problem, "bias", dtype_of(bias))
@@ -93,14 +96,6 @@ def _problems(text: str) -> list[Problem]:
     if kind != "ScaledGemm":
         return [problem]
     return [replace(problem, accumulation=accumulation) for accumulation in ACCUMULATIONS]
-
-
-def _known(in_dtype: str, name: str) -> str:
-    """The usual output dtype of operands that have kernels; a ProblemError shows the name that they had."""
-    try:
-        return default_out_dtype(in_dtype)
-    except ProblemError as error:
-        raise ProblemError(f"dtype {shown(name)}: {error}") from None
 
 
 FORMAT = Format("TunableOp's CSV", _entries, _problems)
