@@ -143,7 +143,7 @@ class Epilogue:
     def operands(self) -> tuple[Operand, ...]:
         """A launch's arguments after (a, b, out), in order."""
         if self.function is not None:
-            return self.function.operands
+            return self.function.definition.operands
         return tuple(operand for step in self.steps for operand in _OPERANDS.get(step, ()))
 
     @property
@@ -153,7 +153,8 @@ class Epilogue:
     def before_gate(self, acc: Any, values: Mapping[str, Any]) -> Any:
         """Apply all steps up to the activation, or up to the gate. values: the operands, by name."""
         if self.function is not None:
-            return self.function.call(acc, values)
+            definition = self.function.definition
+            return definition.function(acc, *(values[operand.name] for operand in definition.operands))
         for step in self.steps:
             if step in _BEFORE:
                 acc = _BEFORE[step](acc, values)
@@ -197,18 +198,11 @@ class Custom:
     def source(self) -> str:
         """The source for a compiling process. Raises ProblemError if this process has not defined the
         function."""
-        return self._definition.source
+        return self.definition.source
 
     @property
-    def operands(self) -> tuple[Operand, ...]:
-        return self._definition.operands
-
-    def call(self, acc: Any, values: Mapping[str, Any]) -> Any:
-        definition = self._definition
-        return definition.function(acc, *(values[operand.name] for operand in definition.operands))
-
-    @property
-    def _definition(self) -> _Definition:
+    def definition(self) -> _Definition:
+        """The function here. Raises ProblemError as `source`."""
         try:
             return _definitions[str(self)]
         except KeyError:

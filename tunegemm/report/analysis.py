@@ -62,15 +62,11 @@ def tile_grids(trials: Sequence[Record]) -> list[Grid]:
     """
     result: dict[tuple[str, str], dict[tuple[int, int], Record]] = {}
     for trial in [trial for trial in trials if trial.method == SCREEN] or trials:
-        params = trial.candidate.params
+        family, params = trial.candidate.family, trial.candidate.params
         tile_m, tile_n = params.get("tile_m"), params.get("tile_n")
-        if (
-            trial.candidate.family == VENDOR_FAMILY
-            or not isinstance(tile_m, int)
-            or not isinstance(tile_n, int)
-        ):
+        if family == VENDOR_FAMILY or not (isinstance(tile_m, int) and isinstance(tile_n, int)):
             continue
-        grid = result.setdefault((trial.candidate.family, str(params.get("schedule", ""))), {})
+        grid = result.setdefault((family, str(params.get("schedule", ""))), {})
         old = grid.get((tile_m, tile_n))
         if old is None or trial.ratio > old.ratio:
             grid[tile_m, tile_n] = trial

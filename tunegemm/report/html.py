@@ -58,7 +58,6 @@ def report(contents: Contents, *, command: str = "tunegemm report") -> str:
         command=command,
         headline=headline(contents),
         mean=statistics.geometric_mean(winner.record.ratio for winner in winners),
-        days=contents.days,
         confirmed=any(winner.record.confirmed for winner in winners),
         symbols=charts.SYMBOLS,
         words=charts.WORDS,

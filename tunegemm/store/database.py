@@ -73,11 +73,8 @@ class Database:
         unreadable, damaged, not a tuning database, or of an unknown schema.
         """
         place = resolve(location)
-        if (
-            location is not None
-            and isinstance(place, Path)
-            and not (create or read_only or os.path.lexists(place))
-        ):
+        may_be_missing = create or read_only or location is None  # `connect` refuses to read a missing one
+        if isinstance(place, Path) and not (may_be_missing or os.path.lexists(place)):
             raise DatabaseError(f"{place}: no such database; create=True creates it")
         engine = connect(place, read_only=read_only)
         database = cls(place, engine, read_only=read_only, layer=layer, shipped=location is None)

@@ -30,11 +30,8 @@ def refused_project() -> str:
     kernels that a database names, so it reads one only if nobody but this user, or root, can have written it,
     as git does with repositories (its option safe.directory).
     """
-    if (
-        os.environ.get("TUNEGEMM_DB")
-        or (here := _in_working_directory()) is None
-        or not (why := _who_may_write(here))
-    ):
+    here = None if os.environ.get("TUNEGEMM_DB") else _in_working_directory()
+    if here is None or not (why := _who_may_write(here)):
         return ""
     return (
         f"{here}: not read, since others may have written it ({why}); if you trust it, set "

@@ -356,9 +356,8 @@ def _unpack(file: Path, folder: Path) -> None:
                 raise PackError(f"{file}: entry {name} was changed; copy the pack again")
             _write(folder, name, content)
         closing = hashlib.sha256(text).hexdigest().encode()
-        if stream.read(tarfile.BLOCKSIZE) != _header(_CLOSING, len(closing)) or closing != _content(
-            stream, file, _CLOSING, len(closing)
-        ):
+        is_there = stream.read(tarfile.BLOCKSIZE) == _header(_CLOSING, len(closing))
+        if not is_there or _content(stream, file, _CLOSING, len(closing)) != closing:
             raise PackError(
                 f"{file}: entry {_MANIFEST} was changed, or the end is missing; copy the pack again"
             )

@@ -213,9 +213,8 @@ def _attention(config: Config, at: str, kind: str, index: int) -> list[Layer]:
     parts = [q, k, v]
     if config.flag("attention_k_eq_v") and kind != "sliding_attention":
         parts = [q, k]
-    if (shared := config.count("num_kv_shared_layers")) and index >= config.number(
-        "num_hidden_layers"
-    ) - shared:
+    shared = config.count("num_kv_shared_layers")
+    if shared and index >= config.number("num_hidden_layers") - shared:
         parts = [q]
     results = [_layer("qkv" if len(parts) > 1 else "q", *parts, is_one=config.family in _ONE_QKV)]
     gating = config.get("gating")

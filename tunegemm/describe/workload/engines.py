@@ -106,7 +106,10 @@ def shapes(
             continue
         result = arithmetic(layer.parts[0])  # equal for all merged parts
         if layer.experts and not isinstance(result, str):
-            result = _left(result, engine) or result
+            if not how.experts:
+                result = f"{engine} computes experts with its own kernels"
+            elif result.epilogue:
+                result = f"{engine} computes quantised experts with its own kernels"
         for columns, depth, bias in _matrices(layer, how, ranks):
             name = f"{layer.name} {columns}x{depth}" + f" of {layer.experts}" * bool(layer.experts)
             if isinstance(result, str):
@@ -129,13 +132,6 @@ def shapes(
         first = next((f", the first because {reason}" for reason in refused.values()), "")
         raise WorkloadError(f"{model.where}: no layer has kernels{first}")
     return Shapes(Workload(tuple(Product(kind, calls[kind]) for kind in sorted(calls))), layers, refused)
-
-
-def _left(arithmetic: Arithmetic, engine: str) -> str:
-    """Why the engine's own kernels compute experts; empty if tunegemm serves them."""
-    if not ENGINES[engine].experts:
-        return f"{engine} computes experts with its own kernels"
-    return f"{engine} computes quantised experts with its own kernels" if arithmetic.epilogue else ""
 
 
 def _rows(layer: Layer, engine: Engine, ranks: int, counts: Sequence[int]) -> list[int]:

@@ -36,12 +36,8 @@ def read(*paths: Path) -> tuple[list[Demand], list[str]]:
         result += of_file
         refused += [f"{path}: {reason}" for reason in lines] if len(paths) > 1 else lines
     if not result:
-        why = (
-            f"({len(refused)} were left out, the first because: {refused[0]})"
-            if refused
-            else "(it lists none)"
-        )
-        raise WorkloadError(f"{', '.join(map(str, paths))}: no product in it can be tuned {why}")
+        why = f"{len(refused)} were left out, the first because: {refused[0]}" if refused else "it lists none"
+        raise WorkloadError(f"{', '.join(map(str, paths))}: no product in it can be tuned ({why})")
     return total(result), refused
 
 
