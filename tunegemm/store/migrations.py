@@ -48,12 +48,11 @@ def upgrade(connection: Connection) -> None:
 
     One process at a time: SQLite's writers are, and on PostgreSQL the others wait for a lock.
     """
-    version = stored_version(connection)
-    if version == SCHEMA_VERSION:
+    if stored_version(connection) == SCHEMA_VERSION:
         return
     if connection.dialect.name == "postgresql":
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
-    version = stored_version(connection)
+    version = stored_version(connection)  # another process may have migrated it meanwhile
     if version == SCHEMA_VERSION:
         return
     if version is None:

@@ -128,13 +128,9 @@ def latest_records(database: Database, vendor: str) -> pandas.DataFrame:
     """
     import pandas
 
-    newest = (
-        func.row_number()
-        .over(
-            partition_by=(RecordRow.problem_id, FingerprintRow.device_name),
-            order_by=(RecordRow.chosen_at.desc(), RecordRow.id.desc()),
-        )
-        .label("place")
+    newest = _place(
+        (RecordRow.problem_id, FingerprintRow.device_name),
+        (RecordRow.chosen_at.desc(), RecordRow.id.desc()),
     )
     # Nothing but keys goes through the sorting: of 100,000 records that halves its time.
     ranked = (
@@ -156,19 +152,14 @@ def latest_records(database: Database, vendor: str) -> pandas.DataFrame:
         vendors = select(CandidateRow.id, CandidateRow.label)
         labels: dict[int, str] = dict(read(vendors.where(CandidateRow.family == vendor)))
         # All its columns are in one index, which starts with these: of a million rows only those are read.
-        latest = (
-            func.row_number()
-            .over(
-                partition_by=(row.candidate_id, row.fingerprint_id, row.problem_id, row.method),
-                order_by=((row.origin == "").desc(), row.id.desc()),
-            )
-            .label("place")
+        latest = _place(
+            (row.candidate_id, row.fingerprint_id, row.problem_id, row.method),
+            ((row.origin == "").desc(), row.id.desc()),
         )
+        devices = set(frame["fingerprint_id"].tolist())
         ranked_vendor = (
             select(*(getattr(row, name) for name in _VENDOR), latest)
-            .where(
-                row.candidate_id.in_(labels), row.fingerprint_id.in_(set(frame["fingerprint_id"].tolist()))
-            )
+            .where(row.candidate_id.in_(labels), row.fingerprint_id.in_(devices))
             .subquery()
         )
         compared = select(*(ranked_vendor.c[name] for name in _VENDOR)).where(ranked_vendor.c.place == 1)
@@ -176,6 +167,11 @@ def latest_records(database: Database, vendor: str) -> pandas.DataFrame:
     frame = sound(frame)
     frame["confirmed"] = frame["confirmed"].astype(bool)
     return frame.merge(_best_of_vendor(of_vendor, labels), on=_PAIR, how="left").drop(columns=_PAIR)
+
+
+def _place(group: Sequence[Any], order: Sequence[Any]) -> Any:
+    """The place of a row among those that equal it in `group`: 1 is the first in this order."""
+    return func.row_number().over(partition_by=group, order_by=order).label("place")
 
 
 def _best_of_vendor(rows: pandas.DataFrame, labels: dict[int, str]) -> pandas.DataFrame:
