@@ -241,7 +241,9 @@ def test_other_dtypes_are_left(dtype: torch.dtype) -> None:
 
 def test_a_residual_of_another_shape_or_dtype_is_torchs_to_add() -> None:
     model, x = made(Own(lambda m, x, other: m.c(x) + other)), given()
-    for other in (torch.ones(WIDTH, dtype=x.dtype), torch.ones(2, 8, 1, dtype=x.dtype), x.float()):
+    for other in (
+        torch.ones(WIDTH, dtype=x.dtype), torch.ones(2, 8, 1, dtype=x.dtype), x.float(), x[None],
+    ):  # fmt: skip
         torch._dynamo.reset()
         assert counts_of(model, x, other) == {"linear": 1}
 

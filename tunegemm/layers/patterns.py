@@ -124,6 +124,8 @@ def chain(node: Node) -> Match | None:
                 break
         if residual is None or found is None or not _lies_as(residual, node):
             return None
+        if not are_same(value(residual).shape, value(found[0][0]).shape):  # a residual of more dimensions
+            return None
     if found is None:
         return None
     nodes, activation, (x, weight, bias) = found
