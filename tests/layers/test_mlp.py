@@ -358,6 +358,19 @@ def test_a_class_that_says_how_it_is_copied_is_asked() -> None:
     assert "forward" in vars(model) and type(copy.copy(model)) is Reduced
 
 
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda model: model._replicate_for_data_parallel()])
+def test_a_forward_that_somebody_sets_later_is_copied_and_stays(how: Callable[..., Any]) -> None:
+    model, x = fused(made(MLP())), given()
+    model.forward = torch.neg  # as libraries do that move weights before each call
+    for each in (how(model), model):
+        assert torch.equal(each(x), -x)
+        tunegemm.unpatch(each)
+        assert torch.equal(each(x), -x) and "__reduce_ex__" not in vars(each)
+    model = fused(made(MLP()))
+    del model.forward
+    assert "forward" not in vars(how(model)), "nor does what somebody has removed come back"
+
+
 def test_unpatch_takes_it_away_again(kernels: Kernels) -> None:
     model, x = made(MLP()), given()
     before = dict(vars(model))

@@ -204,7 +204,7 @@ class Forward:
         """The module's replica for torch.nn.DataParallel, with the class's forward: this one has the
         weights of another device."""
         replica: nn.Module = cast(Any, type(self._module))._replicate_for_data_parallel(self._module)
-        _without(replica)
+        self.leave(replica)
         return replica
 
     def reduce(self, protocol: Any) -> Any:
@@ -214,8 +214,17 @@ class Forward:
         make, arguments, *parts = cls.__reduce_ex__(self._module, protocol)
         if not parts or not isinstance(parts[0], dict):  # the class has a state of its own
             return make, arguments, *parts
-        state = {name: value for name, value in parts[0].items() if name not in self.attributes}
-        return _made_again, (self.places, make, arguments), state, *parts[1:]
+        state, ours = parts[0], self.attributes
+        state = {name: value for name, value in state.items() if name not in ours or value != ours[name]}
+        if vars(self._module).get("forward") is self:
+            make, arguments = _made_again, (self.places, make, arguments)
+        return make, arguments, state, *parts[1:]
+
+    def leave(self, module: nn.Module) -> None:
+        """Remove our attributes from the module or its replica; what somebody else has set stays."""
+        for name, value in self.attributes.items():
+            if vars(module).get(name) == value:
+                del vars(module)[name]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = self._module
@@ -288,11 +297,6 @@ def _with(module: nn.Module, places: Places) -> nn.Module:
     return module
 
 
-def _without(module: nn.Module) -> None:
-    for name in vars(module)["forward"].attributes:
-        del vars(module)[name]
-
-
 def _made_again(places: Places, make: Any, arguments: Any) -> nn.Module:
     return _with(make(*arguments), places)
 
@@ -307,5 +311,6 @@ def fuse(model: nn.Module) -> None:
 def unfuse(model: nn.Module) -> None:
     """Restore the forwards that `fuse` replaced."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), Forward):
-            _without(module)
+        own = getattr(vars(module).get("__reduce_ex__"), "__self__", None)
+        if isinstance(own, Forward):
+            own.leave(module)
