@@ -358,6 +358,37 @@ def test_a_class_that_says_how_it_is_copied_is_asked() -> None:
     assert "forward" in vars(model) and type(copy.copy(model)) is Reduced
 
 
+def _with_same_attributes(module: nn.Module, memo: Any = None) -> nn.Module:
+    other: nn.Module = type(module).__new__(type(module))
+    vars(other).update(vars(module), _modules=dict(module._modules))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("own", "how"),
+    [
+        ({"__copy__": _with_same_attributes}, copy.copy),
+        ({"__deepcopy__": _with_same_attributes}, copy.deepcopy),
+        (
+            {
+                "__getstate__": lambda self: {"all": dict(vars(self), _modules=dict(self._modules))},
+                "__setstate__": lambda self, state: vars(self).update(state["all"]),
+            },
+            copy.copy,
+        ),
+    ],
+)
+def test_a_copy_that_its_class_makes_computes_with_its_own_children(
+    own: dict[str, Any], how: Callable[..., Any]
+) -> None:
+    model, x = fused(made(type("Copied", (MLP,), {"forward": MLP.forward, **own})())), given()
+    other = how(model)
+    other.up_proj = copy.deepcopy(model.up_proj)
+    other.up_proj.weight.data.zero_()
+    with torch.no_grad():
+        assert not other(x).any() and model(x).any()
+
+
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda model: model._replicate_for_data_parallel()])
 def test_a_forward_that_somebody_sets_later_is_copied_and_stays(how: Callable[..., Any]) -> None:
     model, x = fused(made(MLP())), given()

@@ -167,11 +167,17 @@ def _name_of(function: Any) -> str:
     return next((name for name, own, known in _KNOWN if called is own and words == known), "")
 
 
+#: What a class may have to make copies with whatever it takes from the module.
+_COPIES = ("__copy__", "__deepcopy__", "__getstate__")
+
+
 def recognised(module: nn.Module) -> Places | None:
     """The children of a module whose forward `fuse` may replace; None for any other module."""
-    places = places_of(type(module))
+    places = places_of(cls := type(module))
     if places is None or "forward" in vars(module):
         return None
+    if any(getattr(cls, name, None) is not getattr(nn.Module, name, None) for name in _COPIES):
+        return None  # a copy might keep this module's forward
     children = module._modules
     layers = [children.get(name) for name in (places.gate, places.up, places.down)]
     if any(type(layer) not in (nn.Linear, TunedLinear) for layer in layers):
