@@ -434,6 +434,15 @@ def test_a_report_tells_recognised_from_served() -> None:
     )
 
 
+@pytest.mark.parametrize(("name", "child"), [("act_fn", nn.Tanh()), ("gate_proj", nn.Identity())])
+def test_a_report_of_an_mlp_that_somebody_changed_says_so(name: str, child: nn.Module) -> None:
+    model = fused(made(MLP()))
+    for change in (setattr, lambda *given: delattr(*given[:2])):
+        change(model, name, child)
+        (line,) = tunegemm.patch(model, report=True).of("fused")
+        assert line.why.endswith("form a known pattern: no kernel")
+
+
 def test_compiled_and_fused_are_the_same(kernels: Kernels) -> None:
     model, x = fused(made(MLP())), given()
     with torch.no_grad():

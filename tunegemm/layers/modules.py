@@ -119,10 +119,10 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
     for name, module in model.named_modules():
         if isinstance(forward := vars(module).get("forward"), mlp.Forward):
             places = forward.places
-            layer = module._modules[places.gate]
+            layer, gate = module._modules.get(places.gate), GATE_OF.get(places.activation(module))
             rows = "no kernel"
-            if isinstance(layer, torch.nn.Linear):
-                weight, gate = layer.weight, GATE_OF[places.activation(module)]
+            if isinstance(layer, torch.nn.Linear) and gate is not None:  # somebody may have replaced either
+                weight = layer.weight
                 (n, k), gpu = weight.shape, extension.gpu_of(weight.device)
                 serves = partial(sites.chosen, ns=(n, n), k=k, dtype=weight.dtype, gpu=gpu, gate=gate)
                 rows = _said(weight, serves)
