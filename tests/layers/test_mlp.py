@@ -389,7 +389,9 @@ def test_a_copy_that_its_class_makes_computes_with_its_own_children(
         assert not other(x).any() and model(x).any()
 
 
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda model: model._replicate_for_data_parallel()])
+@pytest.mark.parametrize(
+    "how", [copy.copy, copy.deepcopy, lambda model: model._replicate_for_data_parallel()]
+)
 def test_a_forward_that_somebody_sets_later_is_copied_and_stays(how: Callable[..., Any]) -> None:
     model, x = fused(made(MLP())), given()
     model.forward = torch.neg  # as libraries do that move weights before each call
