@@ -148,6 +148,14 @@ SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
         lambda m, x: (lambda a, b: (a.reshape(-1).mul_(2), a.sum(-1) + b.sum(-1))[1])(m.a(x), m.b(x)),
         False,
     ),
+    "a view that would be a copy of other strides": (
+        lambda m, x: (m.a(x).permute(1, 2, 0).reshape(-1, 2) * 2, m.b(x).sum()),
+        False,
+    ),
+    "a view that would be a copy of the same strides": (
+        lambda m, x: (m.a(x).reshape(-1, 16) * 2, m.b(x).sum()),
+        True,
+    ),
     "kept elsewhere": (lambda m, x: _kept(x.new_zeros(2, 8, INNER), m.a(x)) * m.b(x), True),
     "four": (lambda m, x: m.a(x).sum() + m.b(x).sum() + m.c(x).sum() + m.both(x), False),
     "other inputs": (lambda m, x: m.a(x) + m.b(x + 1), False),

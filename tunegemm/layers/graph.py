@@ -169,7 +169,7 @@ def _serve_users(node: Node, value: Any, storage: int) -> bool:
             return False
         if any(written is node or not isinstance(written, Node) for written in writes(user)):
             return False
-        result = user.meta.get("example_value", user.meta.get("val"))
+        result: Any = user.meta.get("example_value", user.meta.get("val"))
         if all(storage_of(each) != storage for each in tree_leaves(result) if isinstance(each, torch.Tensor)):
             continue
         if not user.args or user.args[0] is not node:
@@ -180,9 +180,17 @@ def _serve_users(node: Node, value: Any, storage: int) -> bool:
         target: Any = user.target
         function: Any = getattr(value, name) if is_method else partial(target, value)
         made = function(*others, **words)
+        if _is_copy(made, value) and not are_same(layout_of(made), layout_of(result)):
+            return False  # so would be what is computed from it
         if not _serve_users(user, made, storage):
             return False
     return True
+
+
+def _is_copy(made: Any, value: Any) -> bool:
+    """Whether a function made a tensor that is no view of its input."""
+    are_tensors = isinstance(made, torch.Tensor) and isinstance(value, torch.Tensor)
+    return are_tensors and storage_of(made) != storage_of(value)
 
 
 def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
@@ -191,6 +199,14 @@ def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
     return len(left) == len(right) and all(
         a is b or statically_known_true(a == b) for a, b in zip(left, right, strict=True)
     )
+
+
+def layout_of(tensor: torch.Tensor) -> list[Any]:
+    """The extents, and the strides of those that are not 1."""
+    strides = [
+        step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if type(n) is not int or n > 1
+    ]
+    return [*tensor.shape, *strides]
 
 
 def is_matrix(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from tunegemm.layers.graph import (
     are_same,
     calls,
     is_matrix,
+    layout_of,
     linear_of,
     name_of,
     passed_on,
@@ -253,12 +254,4 @@ def _lies_as(node: Node, other: Node) -> bool:
     """Whether two results have the same shape and strides. Otherwise the strides of their sum may depend on
     which of them is the first."""
     left, right = value(node), value(other)
-    return left is not None and right is not None and are_same(_layout_of(left), _layout_of(right))
-
-
-def _layout_of(tensor: torch.Tensor) -> list[Any]:
-    """The extents, and the strides of those that are not 1."""
-    strides = [
-        step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if type(n) is not int or n > 1
-    ]
-    return [*tensor.shape, *strides]
+    return left is not None and right is not None and are_same(layout_of(left), layout_of(right))
