@@ -90,3 +90,16 @@ def called(problem: Problem, given: data.Operands) -> Iterator[Any]:
         yield grouped.groups(a, turns.mT.contiguous().mT, ends, None, problem.gate, True)
     else:
         yield tunegemm.grouped_mm(a, b, offs=ends)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_groups_on_a_device_that_is_not_current() -> None:
+    a = torch.randn(64, 512, device="cuda:1", dtype=torch.bfloat16)
+    b = torch.randn(4, 256, 512, device="cuda:1", dtype=torch.bfloat16).mT
+    ends = torch.tensor([16, 32, 48, 64], device="cuda:1", dtype=torch.int32)
+    with torch.cuda.device(0):
+        for _ in range(3):
+            result = tunegemm.grouped_mm(a, b, offs=ends)
+            assert result.device == a.device and torch.cuda.current_device() == 0
+            wanted = torch.nn.functional.grouped_mm(a, b, offs=ends)
+            torch.testing.assert_close(result, wanted, rtol=2e-2, atol=0.5)

@@ -35,11 +35,12 @@ _MM = torch.ops.tunegemm.mm
 #: The ranges in which one kernel computes gate, up and silu's gate (`tunegemm.generate.joined`). Each entry
 #: has the least and greatest number of rows, and of rows of the weights, gate's and up's together.
 #:
-#: As products alone, on an H200, the kernel was 1.00 to 1.38 times as fast as torch's product and a kernel
-#: for the gate: seven weights at 192 to 8192 rows. At 96 rows it was 0.91 to 1.12 times as fast, and plain
-#: products of up to 128 rows have kernels of their own. In vLLM, with Llama-3-8B on an H200, decode was
-#: faster with one kernel at 64 rows and slower at 1 and 16. The ends of the ranges between these numbers are
-#: guesses.
+#: As products alone, on an H200, the kernel was 0.95 to 1.38 times as fast as torch's product and a kernel
+#: for the gate: six weights at 192 to 8192 rows, of which those below 1.00 are not served. At 96 rows it was
+#: 0.91 to 1.12 times as fast, and plain products of up to 128 rows have kernels of their own. No file keeps
+#: these runs. In vLLM, with Llama-3-8B on an H200 (rows of commit 7b264c5d), decode was faster with the
+#: kernel of that day at 64 rows and slower at 1, 16 and 256. The ends of the ranges between these numbers
+#: are guesses.
 SERVED = (
     (33, 64, 7168, 51200),
     (129, 1023, 14336, 51200),
