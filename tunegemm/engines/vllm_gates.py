@@ -38,9 +38,8 @@ _MM = torch.ops.tunegemm.mm
 #: As products alone, on an H200, the kernel was 0.95 to 1.38 times as fast as torch's product and a kernel
 #: for the gate: six weights at 192 to 8192 rows, of which those below 1.00 are not served. At 96 rows it was
 #: 0.91 to 1.12 times as fast, and plain products of up to 128 rows have kernels of their own. No file keeps
-#: these runs. In vLLM, with Llama-3-8B on an H200 (rows of commit 7b264c5d), decode was faster with the
-#: kernel of that day at 64 rows and slower at 1, 16 and 256. The ends of the ranges between these numbers
-#: are guesses.
+#: these runs. In vLLM, with Llama-3-8B on an H200, decode gains with it at 64 and 256 rows (vllm.json); it
+#: lost at 1 and 16 with a kernel of before (commit 7b264c5d). The ends of the ranges between are guesses.
 SERVED = (
     (33, 64, 7168, 51200),
     (129, 1023, 14336, 51200),
