@@ -390,7 +390,12 @@ def test_the_launch_of_a_linear_layer_fails_in_the_same_way(monkeypatch: pytest.
 
     x, weight = given(), torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16)
     plan: Any = SimpleNamespace(
-        launch_at=launch, words=None, output=(x.shape, x.stride(), x.dtype), guarded=False, device=x.device
+        launch_at=launch,
+        words=None,
+        output=(x.shape, x.stride(), x.dtype),
+        guarded=False,
+        device=x.device,
+        reduces=False,
     )
     way = sites.launched(plan, tuple(x.shape), x.stride(), has_residual=False)
     assert way(x, weight) is None

@@ -17,13 +17,13 @@ from tunegemm.dispatch import extension
 from tunegemm.layers import graph, inductor, sites
 
 
-def plan_of(launched: list[Any], words: Any = None, *, guarded: bool = False) -> Any:
+def plan_of(launched: list[Any], words: Any = None, *, guarded: bool = False, reduces: bool = False) -> Any:
     def launch(*given: int) -> None:
         launched.append(given)
 
     return SimpleNamespace(
         launch_at=launch, words=words, output=((2, 8), (8, 1), torch.bfloat16), guarded=guarded,
-        device=SimpleNamespace(index=1), record=None,
+        device=SimpleNamespace(index=1), reduces=reduces,
     )  # fmt: skip
 
 
@@ -83,15 +83,17 @@ def test_a_launch_that_fails_is_torchs_but_in_a_capture_raises(monkeypatch: pyte
         way(X, W)
 
 
-def test_a_librarys_algorithm_is_launched_in_captures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of([])
-    assert not sites.is_library(plan)
-    for family, is_library in (("cublaslt", True), ("cute_sm90", False)):
-        plan.record = SimpleNamespace(candidate=SimpleNamespace(family=family))
-        assert sites.is_library(plan) == is_library
-    for capturing in (True, False):
-        monkeypatch.setattr(sites, "capturing", lambda device, capturing=capturing: capturing)
-        assert sites.captured(lambda x: "launched", X) == ("launched" if capturing else None)
+def test_a_launch_that_splits_k_follows_torchs_setting() -> None:
+    settings = torch.backends.cuda.matmul
+    before, launched = settings.allow_bf16_reduced_precision_reduction, []
+    ways = [sites.launched(plan_of(launched, reduces=each), (2, 8), (8, 1), False) for each in (False, True)]
+    assert all(way(X, W) is not None for way in ways)
+    try:
+        settings.allow_bf16_reduced_precision_reduction = not before
+        assert [way(X, W) is not None for way in ways] == [True, False] and len(launched) == 3
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
+    assert all(way(X, W) is not None for way in ways)
 
 
 @pytest.mark.parametrize(

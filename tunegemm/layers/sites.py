@@ -22,7 +22,7 @@ from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of
-from tunegemm.dispatch.guards import capturing, current_device, dispatch_modes
+from tunegemm.dispatch.guards import REDUCTIONS, capturing, current_device, dispatch_modes
 from tunegemm.dispatch.launchers import Plan
 from tunegemm.generate import joined
 from tunegemm.generate.takes import NotTaken
@@ -36,9 +36,6 @@ Way: TypeAlias = Callable[..., Any]
 TWO_WEIGHTS = "two weights"
 
 _BITS = ALIGNMENT - 1
-#: Up to this many rows, an eager residual is not added by a library's algorithm: its launch costs the host
-#: more than torch's product and sum.
-_LIBRARY_ROWS = 256
 #: Products of several weights are one launch up to so many rows, and elements of all results. For q, k and v
 #: of eleven models this is 1.08 to 1.85 of torch's three products by rows (results/h200/joined.json).
 MOST_ROWS, MOST_RESULTS = 2048, 1 << 25
@@ -109,12 +106,10 @@ class Linear(Site):
         way: Way | None = None
         if result is not None:
             plan = recent.plan if recent is not None else None
-            if plan is None or plan.launch_at is None or plan.reduces:
+            if plan is None or plan.launch_at is None:
                 way = self._by_dispatcher
             else:
                 way = launched(plan, tuple(result.shape), tuple(result.stride()), self._has_residual)
-                if self._has_residual and len(rows) <= _LIBRARY_ROWS and is_library(plan):
-                    way = partial(captured, way)
         if recent is not None or way is not None:
             self.keep(x.shape, way)
         return result
@@ -144,15 +139,19 @@ def _as_matrices(
 
 
 def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_residual: bool) -> Way:
-    """A launch of a plan: a check of addresses, an output, a call."""
+    """A launch of a plan: a check of addresses and settings, an output, a call."""
     launch, words_of, dtype = plan.launch_at, plan.words, plan.output[2]
     assert launch is not None
+    setting = REDUCTIONS[dtype] if plan.reduces else None  # Dynamo has no guard on it
+    before = None if setting is None else setting()
     allocate = extension.allocation()
     device = (plan.device.index or 0) if plan.guarded else -1
 
     def way(x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor | None:
         a, b = x.data_ptr(), weight.data_ptr()
         if (a | b) & _BITS or not x.is_contiguous() or (device >= 0 and device != current_device()):
+            return None
+        if setting is not None and setting() != before:
             return None
         words = () if words_of is None else words_of(tensors, ())
         if words is None or (has_residual and not tensors[-1].is_contiguous()):
@@ -168,15 +167,6 @@ def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_r
         return result
 
     return way
-
-
-def is_library(plan: Plan) -> bool:
-    return plan.record is not None and plan.record.candidate.family == "cublaslt"
-
-
-def captured(way: Way, x: torch.Tensor, *operands: torch.Tensor) -> Any:
-    """Run a launch that only pays off in a CUDA graph."""
-    return way(x, *operands) if capturing(x.device) else None
 
 
 class Joint(Site):
