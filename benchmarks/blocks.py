@@ -5,13 +5,15 @@
     python -m benchmarks.blocks --every [TABLE]      # races the kernels of a table, by default db/blocks.toml
     python -m benchmarks.blocks --with-quantising    # from bf16 activations
     python -m benchmarks.blocks --groups             # their layers of experts, 1 to 4096 tokens
+    python -m benchmarks.blocks --vllm               # beside vLLM's products, if it is installed
 
 Compares `tunegemm.scaled_mm` with torch's own product of the same operands and scales, torch's product of
 bf16 weights, and DeepGEMM's if `deep_gemm` is installed (sgl-deep-gemm: it compiles by nvcc at each kernel's
 first call). Operands are quantised in advance, because that takes as long for all. With `--groups` compares
 `tunegemm.scaled_grouped_mm` with `tunegemm.grouped_mm` of bf16 weights. Writes results/GPU/blocks.json,
-without DeepGEMM blocks-alone.json, or block_groups.json or blocks-quantising.json, after each row. A race has
-no DeepGEMM; it goes to blocks-race.json with its table, from which `fit.blocks` makes db/blocks.toml.
+without DeepGEMM blocks-alone.json, or block_groups.json, blocks-quantising.json or blocks-vllm.json, after
+each row. A race has no DeepGEMM; it goes to blocks-race.json with its table, from which `fit.blocks` makes
+db/blocks.toml.
 """
 
 from __future__ import annotations
@@ -99,9 +101,12 @@ _TURN_MS = 24.0
 _MOST_DIVISIONS = 24
 _MASKED_BYTES = 8 << 30  # DeepGEMM's masked product has room for the largest group in all groups
 _ERROR = 4e-3
-_SHOWN = ("torch", "bf16", "deepgemm", "contiguous", "masked", "tunegemm", "kernel", "quantize")
 #: Ratios of a row, by the sides of which they have the fastest one.
-_RATIOS = {"torch": ("torch",), "deepgemm": ("deepgemm", "contiguous", "masked"), "bf16": ("bf16",)}
+_RATIOS = {
+    "torch": ("torch",), "deepgemm": ("deepgemm", "contiguous", "masked"), "bf16": ("bf16",),
+    "cutlass": ("cutlass",), "triton": ("triton",),
+}  # fmt: skip
+_SHOWN = (*itertools.chain(*_RATIOS.values()), "tunegemm", "kernel", "quantize")
 FP8 = torch.float8_e4m3fn
 
 
@@ -187,6 +192,20 @@ def deep_gemm() -> Any:
         return None
 
 
+def of_vllm(
+    a: torch.Tensor, scale_a: torch.Tensor, weights: list[torch.Tensor], scales: list[torch.Tensor]
+) -> dict[str, Side]:
+    """vLLM's products by CUTLASS and by Triton, the latter with its table for a layer or its default."""
+    cutlass = importlib.import_module("vllm._custom_ops").cutlass_scaled_mm
+    name = "vllm.model_executor.layers.quantization.utils.fp8_utils"
+    by_triton = importlib.import_module(name).w8a8_triton_block_scaled_mm
+    own, block, out = [each.t().contiguous() for each in scales], [BLOCK, BLOCK], torch.bfloat16
+    return {
+        "cutlass": lambda i: cutlass(a, weights[i].t(), scale_a, own[i].t(), out),
+        "triton": lambda i: by_triton(a, weights[i], scale_a, own[i], block, out),
+    }
+
+
 def aligned(scales: torch.Tensor) -> torch.Tensor:
     """Scales of rows in DeepGEMM's layout."""
     layout = importlib.import_module("deep_gemm.utils.layout")
@@ -226,7 +245,7 @@ def row_of(
     own = us["tunegemm"]
     times = {
         name: [us[side] for side in those if side in us and errors.get(side, 0.0) < _ERROR]
-        for name, those in _RATIOS.items() if name != "torch" or not case.skew
+        for name, those in _RATIOS.items() if any(each in sides or each in refused for each in those)
     }  # fmt: skip
     row = named | {
         "block": [BLOCK, BLOCK], "with_quantising": run.options.with_quantising,
@@ -272,7 +291,9 @@ def measure(case: Case, run: Run) -> dict[str, Any]:
     choice = choose(rows, n, k, gpu=run.device.name)
     assert choice is not None, "the table has a kernel for any rows"
     out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
-    if not every and (peer := deep_gemm()) is not None:
+    if run.options.vllm:
+        sides |= of_vllm(a, scale_a, weights, scales)
+    elif not every and (peer := deep_gemm()) is not None:
         arguments = a, aligned(scale_a.contiguous())
         quantise = quantiser(wide, *arguments, run.provided) if quantising else None
         own = [each.t().contiguous() for each in scales]
@@ -483,14 +504,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.blocks", __doc__, rounds=9)
     parser.add_argument("--groups", action="store_true", help="time layers of experts; --rows counts tokens")
     parser.add_argument("--with-quantising", action="store_true", help="begin with bf16 activations")
+    parser.add_argument("--vllm", action="store_true", help="vLLM's products in place of DeepGEMM's")
     parser.add_argument("--layers", help="default: all")
     parser.add_argument("--rows", help=f"default: {','.join(ROWS)}; of groups {','.join(TOKENS)}")
     table = data_path("db", "blocks.toml")
     says = "race all kernels of a table (default: %(const)s), or of groups"
     parser.add_argument("--every", metavar="TABLE", nargs="?", type=Path, const=table, help=says)
     options = parser.parse_args(arguments)
-    if options.with_quantising and (options.groups or options.every):
-        parser.error("--with-quantising is of served dense products; leave out --groups and --every")
+    if sum(map(bool, (options.groups or options.every, options.with_quantising, options.vllm))) > 1:
+        parser.error("--with-quantising and --vllm are of served dense products: one of them, and no other")
     layers, rows = (GROUPS, TOKENS) if options.groups else (LAYERS, ROWS)
     options.layers = chosen(options.layers or ",".join(layers), tuple(layers), "layers")
     options.rows = chosen(options.rows or ",".join(rows), rows + BETWEEN, "rows")
@@ -500,6 +522,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, method = "block_groups", METHOD_OF_GROUPS
     elif options.with_quantising:
         name, method = "blocks-quantising", METHOD_QUANTISING
+    elif options.vllm:
+        name, method = "blocks-vllm", f"{METHOD}; cutlass, triton: vLLM's two products"
     elif options.every or deep_gemm() is None:
         name = "blocks-race" if options.every else "blocks-alone"
     results = Results.of(options.out, device, f"{name}.json", method)

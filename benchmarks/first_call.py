@@ -3,8 +3,7 @@
 A part of `benchmarks.dispatch`.
 
 Each process imports torch, starts CUDA and runs one `torch.mm` before the clock starts. Modules are compiled
-to bytecode beforehand, as by an installer. *Cold* drops the files that it reads from the page cache, unless
-another process has them open; `read_mb` counts the bytes then read from the disk.
+to bytecode beforehand, as by an installer, and files are in the page cache.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from tunegemm.describe.device import Device
@@ -32,20 +29,15 @@ import tunegemm
 print(json.dumps({"import_ms": 1e3 * (time.perf_counter() - start)}))
 """
 
-#: Prints milliseconds of each part; then whether a tuned kernel was launched, the bytes read from the disk,
-#: and the files that the process opened or loaded since it imported torch.
+#: Prints milliseconds of each part; then whether a tuned kernel was launched.
 _FIRST_CALL = """
-import json, os, sys, time, torch
+import json, sys, time, torch
 m, n, k, spec = *map(int, sys.argv[1:4]), sys.argv[4]
 a = torch.rand(m, k, dtype=torch.bfloat16, device=spec)
 b = torch.rand(n, k, dtype=torch.bfloat16, device=spec).t()
 torch.mm(a, b)  # CUDA and cuBLAS start up, as they do in any program
 torch.cuda.synchronize() if torch.cuda.is_available() else None
-parts, files = {}, set()
-
-def disk_bytes():
-    with open("/proc/self/io") as lines:
-        return int(dict(line.split(": ") for line in lines)["read_bytes"])
+parts = {}
 
 def timed(name, call):
     def run(*given):
@@ -56,13 +48,6 @@ def timed(name, call):
             parts[name] = 1e3 * (time.perf_counter() - begin)
     return run
 
-def see(event, given):
-    if event in ("open", "ctypes.dlopen", "import"):  # the file of an import is its second argument
-        files.update(name for name in given[:2] if isinstance(name, str))
-
-if len(sys.argv) > 5:
-    sys.addaudithook(see)
-before = disk_bytes()
 times = [time.perf_counter()]
 import tunegemm
 tunegemm.matmul
@@ -84,13 +69,12 @@ for _ in range(2):
     times.append(time.perf_counter())
     tunegemm.matmul(a, b)
     times.append(time.perf_counter())
-read = disk_bytes() - before
 kept = [plan for plan in serving.planner.state.plans.values() if plan is not None]
 steps = [1e3 * (end - begin) for begin, end in zip(times, times[1:])]
 print(json.dumps({
     "import_and_matmul_ms": steps[0], **parts, "first_call_ms": steps[2],
-    "import_and_first_call_ms": steps[0] + steps[2], "second_call_ms": steps[4], "read_mb": read / 1e6,
-    "tuned": bool(kept), "modules": len(sys.modules), "files": sorted(filter(os.path.isfile, files)),
+    "import_and_first_call_ms": steps[0] + steps[2], "second_call_ms": steps[4],
+    "tuned": bool(kept), "modules": len(sys.modules),
 }))
 """
 
@@ -114,21 +98,15 @@ def fresh_processes(problem: Problem, device: Device, records: int = RECORDS) ->
     imports = [_python(_IMPORT) for _ in range(PROCESSES)]
     few = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
     add_records(records)
-    files = _python(_FIRST_CALL, *extents, "files")["files"]
     many = [_python(_FIRST_CALL, *extents) for _ in range(PROCESSES)]
-    cold = []
-    for _ in range(PROCESSES):
-        drop_from_page_cache(files)
-        cold.append(_python(_FIRST_CALL, *extents))
     memory = _python(_MEMORY)
     warm = _medians(many)
     return {
         **_medians(imports),
         **{name: warm[name] for name in ("import_and_matmul_ms", "first_call_ms", "second_call_ms")},
         "first_call_few_records_ms": _medians(few)["first_call_ms"],
-        "first_call_cold_ms": _medians(cold)["first_call_ms"],
-        "first_call_parts": {"warm": warm, "cold": _medians(cold)},
-        "first_call_is_tuned": all(sample["tuned"] for sample in (*few, *many, *cold)),
+        "first_call_parts": {"warm": warm},
+        "first_call_is_tuned": all(sample["tuned"] for sample in (*few, *many)),
         "records": memory["records"],
         "bytes_per_record": round(memory["bytes"] / memory["records"], 1),
     }
@@ -142,14 +120,6 @@ def add_records(count: int) -> None:
     location = user_location()
     location.parent.mkdir(parents=True, exist_ok=True)
     database.build(location, shapes=-(-count // 4), toolchains=2, measured=1)
-
-
-def drop_from_page_cache(files: list[str]) -> None:
-    """Drops files as far as the kernel allows without root: not pages that a process has mapped."""
-    for file in files:
-        with suppress(OSError), Path(file).open("rb") as stream:
-            os.fsync(stream.fileno())
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _medians(samples: list[dict[str, Any]]) -> dict[str, float]:

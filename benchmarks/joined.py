@@ -3,8 +3,8 @@
     python -m benchmarks.joined --seconds 60           # for so long; the next run continues with missing rows
     python -m benchmarks.joined --rows 1,16 --models Llama-3-8B
 
-Compares them, in CUDA graphs and in one interleave, with torch and with tunegemm's product of merged
-weights. `chosen` is the kernel that `tunegemm.model.joined.choose` returns. Writes results/GPU/joined.json.
+Compares them, in CUDA graphs and in one interleave, with torch's products, apart and merged. `chosen` is the
+kernel that `tunegemm.model.joined.choose` returns. Writes results/GPU/joined.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear, silu
 
-import tunegemm
 from benchmarks.command import add_names, command, parser_of
 from benchmarks.graphs import Side, begin, race, within
 from benchmarks.harness import error_of
@@ -38,8 +37,8 @@ METHOD = (
     "each side in one CUDA graph over as many sets of weights as pass 3x the L2; all in shuffled order in "
     "each round, one replay of some ms; from 1024 rows on each has turn_ms to itself in a round, the second "
     "half of which is timed; medians over rounds. separate: torch's products one by one, and silu and a "
-    "product of a gate; merged: torch's of one weight; today: tunegemm's of that, of a gate of rows "
-    "interleaved. ratio, ratio_to_merged, ratio_to_today: to the chosen kernel; best: the fastest kernel"
+    "product of a gate; merged: torch's of one weight. ratio, ratio_to_merged: to the chosen kernel; best: "
+    "the fastest kernel"
 )
 #: K; rows of q, k and v; whether they have biases; rows of gate.
 MODELS = LISTED["joined"]
@@ -72,7 +71,7 @@ class Case(NamedTuple):
 
 
 class Weights:
-    """The weights of one model's attention or gate, apart, merged, and interleaved."""
+    """The weights of one model's attention or gate, apart and merged."""
 
     def __init__(self, case: Case, sets: int) -> None:
         scale = case.k**-0.5
@@ -84,7 +83,6 @@ class Weights:
         self.merged = [torch.cat(weights) for weights in self.apart]
         self.biases = [drawn(n) for n in case.ns] if case.bias else []
         self.bias = torch.cat(self.biases) if case.bias else None
-        self.interleaved = [tunegemm.interleave(*each) for each in self.apart] if case.gate else self.merged
 
 
 _compiled = cache(provide_joined)
@@ -100,7 +98,7 @@ def kernel_of(listed: Listed) -> JoinedKernel | None:
 def sides_of(case: Case, weights: Weights, device: Device) -> dict[str, Side]:
     """The timed sides, by name; each takes the number of a set of weights."""
     a = torch.randn(case.rows, case.k, device="cuda", dtype=torch.bfloat16)
-    n, apart, merged, interleaved = case.ns[0], weights.apart, weights.merged, weights.interleaved
+    n, apart, merged = case.ns[0], weights.apart, weights.merged
     biases: Sequence[Any] = weights.biases or [None] * len(case.ns)
 
     def separate(i: int) -> Any:
@@ -111,12 +109,7 @@ def sides_of(case: Case, weights: Weights, device: Device) -> dict[str, Side]:
         product = linear(a, merged[i], weights.bias)
         return silu(product[:, :n]) * product[:, n:] if case.gate else product
 
-    def today(i: int) -> torch.Tensor:
-        if case.gate:
-            return tunegemm.gated_linear(a, interleaved[i])
-        return tunegemm.linear(a, merged[i], weights.bias)
-
-    result: dict[str, Side] = {"separate": separate, "merged": of_merged, "today": today}
+    result: dict[str, Side] = {"separate": separate, "merged": of_merged}
     out = torch.empty(case.rows, case.columns, device="cuda", dtype=torch.bfloat16)
     for each in candidates(gate=case.gate, bias=case.bias):
         few = isinstance(each.choice.config, GroupedConfig)
@@ -150,12 +143,11 @@ def measure(case: Case, device: Device, rounds: int) -> dict[str, Any]:
     errors = {name: error_of(side(0), reference) for name, side in sides.items() if name != "separate"}
     turn_ms = _TURN_MS if case.rows >= _STEADY_ROWS else 0.0
     us = race(sides, sets, rounds, turn_ms)
-    kernels = [name for name in us if name not in ("separate", "merged", "today")]
+    kernels = [name for name in us if name not in ("separate", "merged")]
     best = min(kernels, key=us.__getitem__)
     return case.named | {
         "ns": list(case.ns), "ratio": round(us["separate"] / us[chosen], 4),
-        "ratio_to_merged": round(us["merged"] / us[chosen], 4),
-        "ratio_to_today": round(us["today"] / us[chosen], 4), "chosen": chosen, "best": best,
+        "ratio_to_merged": round(us["merged"] / us[chosen], 4), "chosen": chosen, "best": best,
         "best_to_chosen": round(us[chosen] / us[best], 4),
         "gbs": round((each_bytes + 2 * case.rows * (case.k + case.columns)) / us[best] * 1e-3),
         "tflops": round(2 * case.rows * sum(case.ns) * case.k / us[best] * 1e-6),
@@ -182,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases.append(Case(f"{model} gate", count, k, (gate, gate), gate="swiglu"))
     cases.sort(key=lambda case: results.find(case.named) is not None)
     rows = (measure(case, device, options.rounds) for case in within(options.seconds, cases))
-    return int(report(results, rows, ratios=("ratio", "ratio_to_merged", "ratio_to_today")) > 0)
+    return int(report(results, rows, ratios=("ratio", "ratio_to_merged")) > 0)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import command, parser_of
+from benchmarks.command import add_names, command, parser_of
 from benchmarks.results import Results, command_line, problem_fields, results_path
 from tunegemm.describe.device import Device, package_version
 from tunegemm.describe.problem import Problem
@@ -135,13 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = parser_of("benchmarks.search", __doc__, gpu=False)
     parser.add_argument("--recorded", default="h200", help="name of the recorded GPU (%(default)s)")
     parser.add_argument("--sweeps", type=Path, help=f"folder of recordings (default: {', '.join(FOLDERS)})")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="default: all")
+    add_names(parser, "strategies", STRATEGIES)
     parser.add_argument("--seeds", type=int, default=10, help="of strategies by chance (%(default)s)")
     parser.add_argument("--out", type=Path, help="folder of search.json (default: that of the GPU)")
     options = parser.parse_args(arguments)
-    names = options.strategies.split(",")
-    if unknown := [name for name in names if name not in STRATEGIES]:
-        raise TunegemmError(f"--strategies {unknown[0]}: use {', '.join(STRATEGIES)}")
     roots = [Path(__file__).parents[1] / folder for folder in FOLDERS]
     root = options.sweeps or next((one for one in roots if (one / options.recorded).is_dir()), roots[0])
     replays = {"interleaved": open_replay(options.recorded, root=root)}
@@ -164,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "timing": timing, "recorded": sweep.recorded_at[:10], "candidates": len(values)
         }  # fmt: skip
         rows = []
-        for name in names:
+        for name in options.strategies:
             seeds = range(min(options.seeds, _SEEDS.get(name, options.seeds)))
             asked = (STRATEGIES[name](problem, values, replays[timing].device, seed) for seed in seeds)
             try:

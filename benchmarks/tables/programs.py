@@ -239,6 +239,12 @@ def blocks(data: Data) -> list[str]:
     return _by_rows(data, {"torch": "times torch", "bf16": "bf16", "deepgemm": "DeepGEMM"})
 
 
+@of_file("blocks-vllm.json")
+def blocks_in_vllm(data: Data) -> list[str]:
+    """Block-scaled fp8 products beside vLLM's own."""
+    return _by_rows(data, {"cutlass": "times CUTLASS", "triton": "Triton"})
+
+
 @of_file("block_groups.json")
 def block_groups(data: Data) -> list[str]:
     """Groups of rows with block scales beside bf16 ones and DeepGEMM's."""
@@ -258,9 +264,7 @@ def dispatch(data: Data) -> list[str]:
         "product takes {first_call_few_records_ms:.0f} ms with few records and {first_call_ms:.0f} ms with "
         "{records}: {first_call_parts[warm][records_ms]:.0f} ms to read the records, "
         "{first_call_parts[warm][kernel_ms]:.0f} ms to load the kernel, "
-        "{first_call_parts[warm][device_ms]:.0f} ms to query the device. With a cold page cache it takes "
-        "{first_call_parts[cold][first_call_ms]:.0f} ms, and loading dispatch "
-        "{first_call_parts[cold][import_and_matmul_ms]:.0f} ms."
+        "{first_call_parts[warm][device_ms]:.0f} ms to query the device."
     )
     return [table_of(data["rows"], columns), said.format_map(data)]
 

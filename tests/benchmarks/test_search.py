@@ -71,4 +71,4 @@ def test_compares_strategies(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     kept = json.loads((tmp_path / "search.json").read_text())["rows"]
     assert {row["strategy"] for row in kept} == {*names, "random"}, "one strategy after the other"
     assert [row for row in kept if row["strategy"] != "random"] == told["rows"]
-    assert compared("luck", 2).startswith("--strategies luck: use chance")
+    assert compared("luck", 2).startswith("--strategies 'luck' is not known; use some of chance")
