@@ -317,23 +317,32 @@ def llama(data: Data) -> list[str]:
 
 @of_file("layers.json")
 def layers(data: Data) -> list[str]:
-    """Layers of models by mode and rows: times torch, times merged weights, and the host's time."""
+    """Layers of models by mode and rows: times torch, merged weights and Inductor, and the host's time."""
     tables = []
     for mode in ("graph", "backend", "inductor"):
         rows = [row for row in data["rows"] if row["mode"] == mode and "ratio" in row]
         lines = []
         for size, some in groups_of(rows, lambda row: row["rows"]).items():
             least = min(some, key=lambda row: row["ratio"])
-            merged = [row["ratio_to_merged"] for row in some if "ratio_to_merged" in row]
+            names = [f"ratio_to_{other}" for other in ("merged", "inductor")]
+            others = filter(None, [[row[name] for row in some if name in row] for name in names])
             host = [row["host_us"] / row["torch_host_us"] for row in some if "host_us" in row]
             lines.append([
                 size, str(len(some)), mean_of(some), f"{least['ratio']:.3f} ({least['model']})",
-                f"{geometric_mean(merged):.3f}" if merged else "",
+                ", ".join(f"{geometric_mean(ratios):.3f}" for ratios in others),
                 f"{geometric_mean(host):.2f}" if host else "",
                 f"{median(row['noise'] for row in some):.1%}",
             ])  # fmt: skip
         if lines:
-            header = [mode, "models", "times torch", "lowest", "times merged", "host time / torch's", "noise"]
+            header = [
+                mode,
+                "models",
+                "times torch",
+                "lowest",
+                "times merged, Inductor",
+                "host time / torch's",
+                "noise",
+            ]
             tables.append(markdown_table(header, lines))
     slower = _slower(data["rows"], "model", "rows", "mode")
     return [*tables, f"- slower than torch by more than the noise: {slower}"]
