@@ -72,6 +72,7 @@ LAYERS, UNLISTED = layers_of(MODELS), layers_of(UNLISTED_MODELS)
 #: What the choices of db/grouped.toml were drawn from.
 ANCHOR = tuple(LAYERS)[:6]
 ROWS = ("1", "8", "16", "64", "208", "256", "512", "1024", "4096", "16384", "32768")
+BETWEEN = ("32", "100", "128", "300", "700", "2000", "3000", "8000")  # of races
 SKEWS = ("uniform", "typical", "hot")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.float8_e4m3fn}
 #: The bandwidth that copies reach, B/s, and the rate that dense products sustain, flop/s.
@@ -466,7 +467,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="or `anchor`, the first six, or `unlisted`; default: all of %(default)s",
     )  # fmt: skip
     parser.add_argument("--drawn", type=int, default=0, help="so many layers that are in no list, instead")
-    add_names(parser, "rows", ROWS, help="of all groups together: default %(default)s")
+    help = "of all groups together: default %(default)s"
+    add_names(parser, "rows", ROWS + BETWEEN, default=",".join(ROWS), help=help)
     add_names(parser, "skews", SKEWS)
     parser.add_argument("--seed", type=int, default=2, help="of drawn layers; choices saw those of 0 and 1")
     every = (*kinds(), "along_k")
