@@ -209,7 +209,25 @@ def _by_view(m: Own, x: torch.Tensor) -> torch.Tensor:
     return gate * m.b(h)
 
 
+def _by_dropout(m: Own, x: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    same = F.dropout(h, 0.5, False)
+    gate = silu(m.a(h))
+    same.view(-1).add_(1)
+    return gate * m.b(h)
+
+
+def _behind_dropout(m: Own, x: torch.Tensor) -> torch.Tensor:
+    h = x * 1
+    same = torch.dropout(h, 0.0, True)
+    gate = silu(m.a(same))
+    h.add_(1)
+    return gate * m.b(same)
+
+
 LEFT: dict[str, Callable[..., torch.Tensor]] = {
+    "an input written to as a dropout's result": _by_dropout,
+    "a dropout's result written to as its input": _behind_dropout,
     "an input written to in between": _written_between,
     "an input written to through a view": _by_view,
     "a weight written to in between": _weight_written,

@@ -234,7 +234,9 @@ class Order:
         self._inputs = {
             storage_of(result)
             for node in self._nodes
-            if node.op in results and isinstance(result := value(node), torch.Tensor)
+            if node.op in results or "dropout" in name_of(node)
+            for each in (node, *node.all_input_nodes)
+            if (result := value(each)) is not None
         }
 
     def all_before(self, operands: Iterable[Node], node: Node) -> bool:
@@ -258,7 +260,7 @@ class Order:
                 continue
             for written in writes(node):
                 result = value(written) if isinstance(written, Node) else None
-                # What the caller gave may share memory in ways that the graph does not show.
+                # What the caller gave, and a dropout, may share memory in ways that the graph does not show.
                 if result is None or (place := storage_of(result)) in read or place in self._inputs:
                     return False
         return True
