@@ -156,6 +156,11 @@ SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
         lambda m, x: (m.a(x).reshape(-1, 16) * 2, m.b(x).sum()),
         True,
     ),
+    "a copy that keeps gaps": (lambda m, x: torch.slice_scatter(m.a(x), m.b(x)[..., :8], 2, 0, 8) * 1, False),
+    "a function of dense rows": (
+        lambda m, x: torch.take_along_dim(m.a(x), torch.arange(8)).sum() + m.b(x),
+        False,
+    ),
     "kept elsewhere": (lambda m, x: _kept(x.new_zeros(2, 8, INNER), m.a(x)) * m.b(x), True),
     "four": (lambda m, x: m.a(x).sum() + m.b(x).sum() + m.c(x).sum() + m.both(x), False),
     "other inputs": (lambda m, x: m.a(x) + m.b(x + 1), False),

@@ -136,7 +136,11 @@ VIEWS = frozenset((
     "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "getitem",
 ))  # fmt: skip
 """Names of what returns views of a tensor, if it can."""
-_NEEDS_LAYOUT = frozenset(("as_strided", "set_", "data_ptr", "untyped_storage", "view_as_complex", "stride"))
+_NEEDS_LAYOUT = frozenset((
+    "as_strided", "set_", "data_ptr", "untyped_storage", "view_as_complex", "stride", "take_along_dim",
+    "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
+))  # fmt: skip
+"""Names of what fails for rows with gaps, shows them, or returns such rows itself."""
 
 
 def takes_views(node: Node) -> bool:
