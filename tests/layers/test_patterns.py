@@ -260,6 +260,33 @@ def test_what_is_not_the_same_stays(name: str) -> None:
     assert found["gate"] == (1 if name == "another use of the gate" else 0)
 
 
+def _turned(m: Own, x: torch.Tensor) -> torch.Tensor:
+    weight = (m.c.weight * 1).t()
+    first = F.linear(x, weight)
+    weight.t_()
+    return first - F.linear(x, m.c.weight)
+
+
+def _detached(m: Own, x: torch.Tensor) -> torch.Tensor:
+    y = m.c(x)
+    doubled = y * 2
+    y.detach_()
+    return doubled
+
+
+@pytest.mark.parametrize("spell", [_turned, _detached])
+def test_a_tensor_whose_facts_change_later_has_those_of_the_end(spell: Callable[..., torch.Tensor]) -> None:
+    """Its node has no others: a weight that was turned, a result that has no gradient any more."""
+    model, x = made(Own(spell)), given()
+    run, found = compiled(model)
+    for grad in (False, True, True):
+        with torch.set_grad_enabled(grad):
+            expected, result = model(x), run(x)
+        close(result, expected)
+        assert result.requires_grad == expected.requires_grad
+    assert not found
+
+
 def test_a_buffer_that_is_written_to_in_between_forbids_it() -> None:
     """The caller's tensors may share memory in ways that a graph does not show."""
     assert counts_of(made(Own(_buffer_written)), given(), torch.zeros(3)) == {"chain": 1, "linear": 1}

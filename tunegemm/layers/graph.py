@@ -136,6 +136,11 @@ VIEWS = frozenset((
     "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "getitem",
 ))  # fmt: skip
 """Names of what returns views of a tensor, if it can."""
+TURNED = frozenset((
+    "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+    "transpose_", "unsqueeze_",
+))  # fmt: skip
+"""Names of what changes more of a tensor than its values: then its node holds the facts of afterwards."""
 _NEEDS_LAYOUT = frozenset((
     "as_strided", "set_", "data_ptr", "untyped_storage", "view_as_complex", "stride", "take_along_dim",
     "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
