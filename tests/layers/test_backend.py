@@ -296,6 +296,18 @@ def test_an_input_that_is_added_to_in_place() -> None:
     close(result, expected)
 
 
+def test_a_result_of_no_grad_may_be_added_to_with_gradients() -> None:
+    """As torch's may: autograd refuses it for a view."""
+    model, x, added = made(Own(lambda m, x: m.c(x))), given(), given().requires_grad_()
+    run = compiled(model)
+    for _ in range(2):
+        with torch.no_grad():
+            result = run(x)
+        result += added
+        close(result, model(x) + added)
+        assert result.requires_grad
+
+
 def test_a_graph_break_between_gate_and_up() -> None:
     def forward(m: Own, x: torch.Tensor) -> torch.Tensor:
         gate = F.silu(m.a(x))
