@@ -224,6 +224,12 @@ def _biased(model: Any) -> None:
     model.gate_proj.bias = nn.Parameter(torch.ones(96, dtype=torch.bfloat16))
 
 
+def _biased_by_buffers(model: Any) -> None:
+    for layer in (model.gate_proj, model.up_proj):
+        del layer.bias
+        layer.register_buffer("bias", torch.ones(96, dtype=torch.bfloat16))
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a hook of gate": lambda model: model.gate_proj.register_forward_hook(lambda m, i, o: o * 2),
     "a hook of up before": lambda model: model.up_proj.register_forward_pre_hook(lambda m, i: (i[0] + 1,)),
@@ -236,6 +242,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another activation": _act,
     "another class": lambda model: setattr(model, "__class__", Other),
     "a bias": _biased,
+    "biases that are no parameters": _biased_by_buffers,
     "data": lambda model: setattr(model.up_proj.weight, "data", model.up_proj.weight.data * 2),
     "pruned": lambda model: prune.random_unstructured(model.gate_proj, "weight", amount=0.5),
     "fp32": lambda model: model.float(),

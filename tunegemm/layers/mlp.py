@@ -259,8 +259,8 @@ class Forward:
             or second is None
             or type(first) not in PLAIN
             or type(second) not in PLAIN
-            or gate._parameters.get("bias") is not None
-            or up._parameters.get("bias") is not None
+            or gate._parameters.get("bias", gate) is not None  # another place may provide it
+            or up._parameters.get("bias", up) is not None
             or not (x.dtype is first.dtype is second.dtype)
             or not (x.device == first.device == second.device)
             or x.ndim < 2
