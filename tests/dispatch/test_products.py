@@ -284,13 +284,15 @@ def test_autocast_to_another_dtype_after_a_call_without(serve, kernel):
 
 @pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
 def test_what_autocast_leaves_alone(serve, kernel):
-    """fp64 is not cast."""
+    """fp64 is not cast, and a device without autocast has none."""
     dispatcher = serve(Problem(32, 48, 64))
     a, b = operands()
     with torch.autocast("cpu", dtype=BF16), torch.no_grad():
         assert dispatcher.matmul(a.double(), b.double()).dtype == torch.float64
         with pytest.raises(RuntimeError):
             dispatcher.matmul(a.double(), b.float())
+        assert dispatcher.linear(a.to("meta"), b.t().to("meta")).shape == (32, 48), "torch asks for no meta"
+    assert functions.matmul(a.to("meta"), b.to("meta"), out_dtype=BF16).shape == (32, 48)
     assert not kernel.calls
 
 

@@ -148,7 +148,7 @@ def _check_of_repeated(tensors: tuple[torch.Tensor, ...], check: Callable[..., b
 def cast_by_autocast(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) -> Any:
     """The dtype to which autocast casts the operands; None without a cast, TORCHS if torch must decide."""
     device_type = a.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if a.is_meta or not torch.is_autocast_enabled(device_type):  # which does not know meta
         return None
     cast = torch.get_autocast_dtype(device_type)
     if a.dtype is cast and b.dtype is cast and all(tensor.dtype is cast for tensor in others):

@@ -13,7 +13,7 @@ from tunegemm.describe.epilogue import ACTIVATIONS, GATE_OF, GATED, Epilogue
 from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, Activation, check_dtype, form_of
 from tunegemm.dispatch.fx import node_of, rank, refuse_proxies
-from tunegemm.dispatch.guards import are_functions_watched, function_modes
+from tunegemm.dispatch.guards import any_autocast, are_functions_watched, function_modes
 from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps
 from tunegemm.errors import ProblemError, unknown_argument
 from tunegemm.generate.blocks import NARROW
@@ -257,7 +257,7 @@ def _matmul_and_more(
             raise ProblemError("operands without an epilogue; give the epilogue that uses them")
         text = _text(activation, bias is None, residual is None)
         if not text and isinstance(a, torch.Tensor) and out_dtype == a.dtype:
-            out_dtype = out_dtype if torch.is_autocast_enabled(a.device.type) else None
+            out_dtype = out_dtype if any_autocast() else None
         return _fused(MATMUL, text, a, b, _present(bias, residual), (), out, out_dtype)
     if bias is not None or activation is not None or residual is not None:
         raise ProblemError(
