@@ -270,6 +270,17 @@ def test_compiled_code_of_every_rank_and_out(kernel):
     assert into(a.requires_grad_(), out.clone()).requires_grad and len(kernel.calls) == 4
 
 
+def test_a_traced_layer_takes_the_biases_that_torchs_takes():
+    """To a vector torch adds a row in place, and no bias of another dtype."""
+    a, b = operands()
+    weight, bias = b.t(), torch.ones(1, 48, dtype=BF16)
+    for x in (a[0], a):
+        result = torch.compile(tunegemm.linear, backend="eager", fullgraph=True)(x, weight, bias)
+        assert torch.equal(result, torch.nn.functional.linear(x, weight, bias))
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.compile(tunegemm.linear, backend="eager")(a[0], weight, bias[0].float())
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_hold_the_operator(kernel, strict):
     class Layer(torch.nn.Module):

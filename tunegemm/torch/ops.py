@@ -256,7 +256,8 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
 
 def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`tunegemm.linear` while a graph is traced."""
-    if weight.ndim != 2 or not _is_servable(x, weight):
+    is_usual = bias is None or (x.ndim > 1 and bias.ndim == 1 and bias.dtype == x.dtype)
+    if weight.ndim != 2 or not is_usual or not _is_servable(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
         return traced_fused(LINEAR, "bias_n", x, weight, (bias,), (), None, None, "fast")
