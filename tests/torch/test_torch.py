@@ -270,6 +270,16 @@ def test_compiled_code_of_every_rank_and_out(kernel):
     assert into(a.requires_grad_(), out.clone()).requires_grad and len(kernel.calls) == 4
 
 
+def test_a_traced_result_of_no_grad_may_be_added_to_with_gradients(kernel):
+    """As torch's may: autograd refuses it for a view."""
+    (many_a, _), b = batch(), operands()[1]
+    product = torch.matmul(many_a, b)
+    with torch.no_grad():
+        result = torch.compile(tunegemm.matmul, backend="eager", fullgraph=True)(many_a, b)
+    result += torch.ones(48, dtype=BF16, requires_grad=True)
+    assert kernel.calls and result.requires_grad and torch.equal(result, product + 1)
+
+
 def test_a_traced_layer_takes_the_biases_that_torchs_takes():
     """To a vector torch adds a row in place, and no bias of another dtype."""
     a, b = operands()

@@ -48,6 +48,10 @@ _NAMES = {
     SCALED_MM: "scaled_mm",
 }  # fmt: skip
 
+#: A new result in another shape. It is no view, as torch's products return none: autograd restricts what may
+#: be written to views, first of all to those made without gradients.
+shaped: Callable[..., torch.Tensor] = torch.ops.aten._unsafe_view.default
+
 _numbers = itertools.count(1)
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.extension import LaunchCache
-from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of
+from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of, shaped
 from tunegemm.dispatch.guards import REDUCTIONS, capturing, current_device, dispatch_modes
 from tunegemm.dispatch.launchers import Plan
 from tunegemm.generate import joined
@@ -36,7 +36,6 @@ Way: TypeAlias = Callable[..., Any]
 TWO_WEIGHTS = "two weights"
 
 _BITS = ALIGNMENT - 1
-_shaped = torch.ops.aten._unsafe_view.default
 #: Products of several weights are one launch up to so many rows, and elements of all results. For q, k and v
 #: of eleven models this is 1.08 to 1.85 of torch's three products by rows (results/h200/joined.json).
 MOST_ROWS, MOST_RESULTS = 2048, 1 << 25
@@ -120,8 +119,7 @@ class Linear(Site):
         if not x.is_contiguous() or (self._has_residual and not tensors[-1].is_contiguous()):
             return None
         result = api.dispatcher.fused(self._form, *_as_matrices(x, weight, *tensors))
-        # No view, as torch's layers return none: autograd restricts what may be written to views.
-        return None if result is None else _shaped(result, (*x.shape[:-1], weight.shape[0]))
+        return None if result is None else shaped(result, (*x.shape[:-1], weight.shape[0]))
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         weight, *tensors = operands

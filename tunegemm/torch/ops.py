@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, differentiably, gradients, is_simple
 from tunegemm.dispatch.extension import define, library
-from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of
+from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of, shaped
 from tunegemm.dispatch.guards import is_transformed
 from tunegemm.dispatch.unfused import unfused
 from tunegemm.torch.lowering import lower
@@ -251,7 +251,8 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
         return torch.ops.tunegemm.bmm(a, b, records=records())
     if a.ndim == 2:
         return torch.ops.tunegemm.mm(a, b, records=records())
-    return torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=records()).unflatten(0, a.shape[:-1])
+    result = torch.ops.tunegemm.mm(a.flatten(0, -2), b, records=records())
+    return shaped(result, (*a.shape[:-1], b.shape[-1]))
 
 
 def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
