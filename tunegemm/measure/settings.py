@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import MeasureError
 
 #: Divisions of rows into groups for timing. Uniform: equal groups. Typical: shares of a gamma distribution,
 #: as of a router's tokens. One hot: all rows in one group.
@@ -63,17 +62,6 @@ class RaceSettings:
     """Seed of the operands and of the order of rounds."""
     skews: tuple[str, ...] = SKEWS
     """The divisions over which rows in groups are timed."""
-
-    def __post_init__(self) -> None:
-        for name in ("rounds", "min_replay_ms", "race_after", "interleave"):
-            if getattr(self, name) <= 0:
-                raise MeasureError(f"race setting {name}={getattr(self, name)}: must be positive")
-        if min(self.steady_groups, default=0) <= 0:
-            raise MeasureError(
-                f"race setting steady_groups={self.steady_groups}: must be one or more, all positive"
-            )
-        if not 0 < self.confidence < 1:
-            raise MeasureError(f"race setting confidence={self.confidence}: must be between 0 and 1")
 
 
 #: Many candidates, to find the few that matter. Four captures of one kernel agree to 1 % with replays as

@@ -26,7 +26,7 @@ CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 #: Time limit for importing torch, starting CUDA and making operands, which belong to no candidate.
 _SETUP_SECONDS = 300.0
 
-_CHILD = "import sys; from tunegemm.measure.child import main; main(int(sys.argv[2]), sys.argv[1])"
+_CHILD = "import sys; from tunegemm.measure.session import main; main(int(sys.argv[2]), sys.argv[1])"
 
 
 class MeasureWorker:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from tunegemm.errors import SpaceError
 from tunegemm.measure.settings import FINAL, QUICK_FINAL, RaceSettings
+from tunegemm.untrusted import shown
 
 #: The name of an effort.
 Effort = Literal["quick", "full", "exhaustive"]
@@ -194,7 +195,7 @@ def checked_seconds(budget_seconds: float | None) -> float:
     is_number = isinstance(budget_seconds, Real) and not isinstance(budget_seconds, bool)
     if not is_number or not budget_seconds >= 0:  # also rejects NaN
         raise SpaceError(
-            f"budget_seconds = {_shown(budget_seconds)}: give a number of seconds from 0, or None"
+            f"budget_seconds = {shown(budget_seconds)}: give a number of seconds from 0, or None"
         )
     return float(min(budget_seconds, _LARGEST)) if budget_seconds < math.inf else math.inf
 
@@ -211,7 +212,7 @@ def online_budget() -> tuple[float, str]:
         seconds = math.inf
     if math.isinf(seconds):
         return _ONLINE_S, (
-            f"TUNEGEMM_ONLINE_BUDGET={_shown(text)} is not a number of seconds and has no effect; "
+            f"TUNEGEMM_ONLINE_BUDGET={shown(text)} is not a number of seconds and has no effect; "
             f"the budget is {_ONLINE_S:g} s"
         )
     return seconds, ""
@@ -225,14 +226,5 @@ def checked_seed(seed: int) -> int:
 def _whole(name: str, value: int, *, least: int, most: int = _LARGEST) -> int:
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or not least <= value <= most:
-        raise SpaceError(f"{name} = {_shown(value)}: give a whole number from {least} to {most}")
+        raise SpaceError(f"{name} = {shown(value)}: give a whole number from {least} to {most}")
     return int(value)
-
-
-def _shown(value: object) -> str:
-    """Return a value as text for a message, shortened; Python refuses to print a number of 5,000 digits."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a number with thousands of digits"
-    return text if len(text) <= 40 else text[:37] + "..."

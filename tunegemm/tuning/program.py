@@ -9,14 +9,18 @@ nearly all the gain, so the second pass of a large problem comes after the first
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tunegemm.describe.device import USUAL_EFFICIENCY, Device
 from tunegemm.describe.workload import Demand
 from tunegemm.search.efforts import Effort, checked_seconds
 from tunegemm.tuning.progress import Progress, Request, TuneResult
+
+if TYPE_CHECKING:
+    from tunegemm.tuning.cluster import Pool
+    from tunegemm.tuning.tuner import Tuner
 
 
 @dataclass(frozen=True)
@@ -81,19 +85,8 @@ def _order(tuned: TunedDemand) -> tuple[float, str]:
     return -tuned.headroom_s, str(tuned.demand.problem)
 
 
-class Tuning(Protocol):
-    """Tunes problems: the `Tuner` of one GPU, or the pool of several (`tunegemm.tuning.cluster`)."""
-
-    def tune_all(
-        self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
-    ) -> Iterator[TuneResult]:
-        """Yield results as they come. A GPU takes a request from `requests` when it is free. Each of several
-        GPUs takes one more in advance, and starts it with the budget that remains then.
-        """
-
-
 def spend(
-    tuning: Tuning,
+    tuning: Tuner | Pool,
     plan: Sequence[TunedDemand],
     *,
     budget_seconds: float | None = None,
@@ -102,6 +95,9 @@ def spend(
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Iterator[TunedDemand]:
     """Tune problem after problem until the budget is spent, and yield each with its result.
+
+    A GPU takes a request when it is free. Each of several GPUs takes one more in advance, and starts it with
+    the budget that remains then.
 
     effort: for a single pass over all problems. By default a quick pass, and with a budget a full pass over
     measured products in the remaining time.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.compile.ptxas import Resources
@@ -24,8 +24,10 @@ from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import Evidence, choose, evidence_of
 from tunegemm.measure.outcome import PREDICTED_RATIO, Failure, Measurement, Outcome
+from tunegemm.measure.replay import ReplayDevice
 from tunegemm.measure.settings import SKEWS, Job, RaceSettings
 from tunegemm.measure.statistics import final_choice, slowdown
+from tunegemm.measure.worker import MeasureWorker
 from tunegemm.model import rank as model
 from tunegemm.search.efforts import Effort, profile
 from tunegemm.tuning.progress import Progress, Source, TuneResult
@@ -55,21 +57,8 @@ _DISTURBED_IN_STEADY_STATE = 0.1
 _SLOWED = 1.3
 
 
-class Measurer(Protocol):
-    """Times candidates: the worker of a GPU, or a recording."""
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Seconds waited so far, by phase; empty if there are no waits."""
-
-    def measure(self, problem: Problem, jobs: Sequence[Job], settings: RaceSettings) -> Iterator[Outcome]:
-        """Yield one outcome per job."""
-
-    def discover(self, problem: Problem) -> list[Candidate]:
-        """Return torch.mm and the algorithms that the vendor's library names."""
-
-    def swept(self, problem: Problem) -> Collection[Candidate] | None:
-        """Return the candidates that have a time in a recording; None if every candidate can be measured."""
+#: Times candidates: the worker of a GPU, or a recording.
+Measurer: TypeAlias = MeasureWorker | ReplayDevice
 
 
 @dataclass(frozen=True)
