@@ -24,7 +24,7 @@ from optuna.trial import TrialState
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import SpaceError, one_line
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.search import FAMILY, Search, StageName, in_order, is_ordered, quiet_optuna
+from tunegemm.search.search import FAMILY, Search, StageName, is_ordered, lists_of, quiet_optuna
 
 #: How many kernels, and launches of these, are searched for an untried candidate.
 _NEAR_KERNELS, _NEAR_LAUNCHES = 32, 4000
@@ -61,9 +61,9 @@ class Delegate:
         self._kernels = Kernels(searches, self._lists)
         self._distributions = self._kernels.distributions
         self._study: optuna.Study | None = None
-        self._running: dict[Candidate, list[int]] = {}
         self._values: dict[Candidate, float | None] = {}
         self._suggested: dict[Candidate, optuna.trial.Trial] = {}
+        """The suggestion that led to each candidate without a value yet; samplers see it as running."""
         self._seen: set[tuple[Any, ...]] = set()
         self._rejected: Counter[str] = Counter()
         self._suggestions = 0
@@ -95,7 +95,6 @@ class Delegate:
                 continue
             skipped = 0
             self._searches[candidate.family].claim(candidate)
-            self._start(candidate)
             batch.append(candidate)
             self._left -= 1
         self.note = self._note(skipped)
@@ -173,33 +172,23 @@ class Delegate:
             if torch is not None:
                 torch.set_num_threads(threads)
 
-    def _start(self, candidate: Candidate) -> None:
-        """Note that the candidate is being tried: suggestions avoid it until its result (*constant liar*)."""
-        if not self._distributions or (params := self._kernels.encode(candidate)) is None:
-            return
-        trial = self._suggested.pop(candidate, None)
-        study = self._learned()
-        if trial is not None:
-            # The sampler also learns the value at the exact point that it suggested: samplers that keep state
-            # in their trials, as CMA-ES does, learn from these only.
-            self._running.setdefault(candidate, []).append(trial.number)
-            if trial.params == params:
-                return
-        study.add_trial(_created(params, self._distributions, None))
-        self._running.setdefault(candidate, []).append(len(study.get_trials(deepcopy=False)) - 1)
-
     def _learn(self, candidate: Candidate, value: float | None) -> None:
-        """Give the sampler a candidate's value, whether or not it was started or learned before."""
+        """Give the sampler a candidate's value, whether or not it suggested it or learned it before.
+
+        It also learns the value at the exact point that it suggested: samplers that keep state in their
+        trials, as CMA-ES does, learn from these only.
+        """
         if candidate in self._values and self._values[candidate] != value:
             self._study = None  # a finished trial cannot change, so a new study gets all of them
+            self._suggested.clear()
         self._values[candidate] = value
-        running = self._running.pop(candidate, [])
         if self._study is None:
             return
-        for number in running:
+        trial = self._suggested.pop(candidate, None)
+        if trial is not None:
             with self._asked():
-                self._study.tell(number, value, state=None if value is not None else TrialState.FAIL)
-        if not running:
+                self._study.tell(trial, value, state=None if value is not None else TrialState.FAIL)
+        if trial is None or trial.params != self._kernels.encode(candidate):
             self._add(candidate, value)
 
     def _learned(self) -> optuna.Study:
@@ -209,14 +198,14 @@ class Delegate:
                 self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
             for candidate, value in self._values.items():
                 self._add(candidate, value)
-            self._running.clear()
-            self._suggested.clear()
         return self._study
 
     def _add(self, candidate: Candidate, value: float | None) -> None:
         if value is not None and (params := self._kernels.encode(candidate)) is not None:
             assert self._study is not None
-            self._study.add_trial(_created(params, self._distributions, value))
+            self._study.add_trial(
+                optuna.trial.create_trial(params=params, distributions=self._distributions, value=value)
+            )
 
     def _decode(self, params: Mapping[str, Any]) -> Candidate:
         family = params.get(FAMILY, next(iter(self._searches)))
@@ -304,19 +293,6 @@ class Kernels:
 
 
 def value_lists(searches: Sequence[Search]) -> dict[str, tuple[Value, ...]]:
-    lists: dict[str, dict[Value, None]] = {}
-    for search in searches:
-        for name, values in search.launch_values.items():
-            lists.setdefault(name, {}).update(dict.fromkeys(values))
-        for kernel in search.ranked:
-            for name, value in kernel.compile_params:
-                lists.setdefault(name, {})[value] = None
-    return {name: in_order(values) for name, values in sorted(lists.items())}
-
-
-def _created(params: Mapping[str, Any], distributions: Mapping[str, Any], value: float | None) -> Any:
-    """Return a finished trial, or a running one if there is no value."""
-    state = TrialState.RUNNING if value is None else TrialState.COMPLETE
-    return optuna.trial.create_trial(
-        params=dict(params), distributions=dict(distributions), value=value, state=state
-    )
+    launched = (item for search in searches for item in search.launch_values.items())
+    compiled = (item for search in searches for kernel in search.ranked for item in kernel.compile_params)
+    return lists_of(itertools.chain(launched, ((name, [value]) for name, value in compiled)))

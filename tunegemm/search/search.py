@@ -375,9 +375,12 @@ def is_ordered(listed: Sequence[Value]) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in listed)
 
 
-def in_order(values: Iterable[Value]) -> tuple[Value, ...]:
-    """Return the distinct values in an order that stays the same for a whole study."""
-    return tuple(sorted(dict.fromkeys(values), key=lambda value: (str(type(value)), value)))
+def lists_of(parameters: Iterable[tuple[str, Iterable[Value]]]) -> dict[str, tuple[Value, ...]]:
+    """Return the distinct values of each parameter, in an order that stays the same for a whole study."""
+    lists: dict[str, dict[Value, None]] = {}
+    for name, values in parameters:
+        lists.setdefault(name, {}).update(dict.fromkeys(values))
+    return {name: tuple(sorted(lists[name], key=lambda v: (str(type(v)), v))) for name in sorted(lists)}
 
 
 @contextmanager

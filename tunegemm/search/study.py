@@ -11,6 +11,7 @@ Optuna.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from tunegemm.describe.space import Candidate, SearchSpace, Value
 from tunegemm.generate.feasibility import Verdict
-from tunegemm.search.search import FAMILY, Portfolio, StageName, in_order, quiet_optuna
+from tunegemm.search.search import FAMILY, Portfolio, StageName, lists_of, quiet_optuna
 
 if TYPE_CHECKING:
     from tunegemm.search.delegate import Delegate
@@ -55,19 +56,13 @@ class StudySpace:
         candidates, whose values are added to the lists: a recording may have values that the space lacks
         today.
         """
-        lists: dict[str, dict[Value, None]] = {}
-        self._families: set[str] = set()
-        for space in spaces:
-            self._families.add(space.family)
-            for name, values in (*space.compile_values.items(), *space.launch_values.items()):
-                lists.setdefault(name, {}).update(dict.fromkeys(values))
-        for candidate in candidates:
-            self._families.add(candidate.family)
-            for name, value in candidate.params.items():
-                lists.setdefault(name, {})[value] = None
-        self.lists: Mapping[str, tuple[Value, ...]] = {
-            name: in_order(values) for name, values in sorted(lists.items())
-        }
+        spaces, candidates = list(spaces), list(candidates)
+        self._families = {each.family for each in (*spaces, *candidates)}
+        listed = (
+            item for space in spaces for item in (*space.compile_values.items(), *space.launch_values.items())
+        )
+        others = ((name, [value]) for candidate in candidates for name, value in candidate.params.items())
+        self.lists: Mapping[str, tuple[Value, ...]] = lists_of(itertools.chain(listed, others))
         self._library = {candidate: place for place, candidate in enumerate(library)}
         self._known: dict[str, BaseDistribution] = {}
 
