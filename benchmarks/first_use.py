@@ -174,7 +174,7 @@ def measure(
     return {
         **problem_fields(problem), "epilogue": problem.epilogue, "listed": listed, "served": served,
         "predicted": selection.outcome in ("predicted", "near"),
-        "expected": round(selection.predictions[0].expected, 4) if selection.predictions else None,
+        "expected": next((round(each.expected, 4) for each in selection.offers if each.expected), None),
         "why": why, "torch_us": round(torchs.median_us, 3), "tunegemm_us": round(own.median_us, 3),
         "ratio": round(own.ratio_to(torchs), 4), "noise": round(results.noise, 5),
         "turn_ms": results.turn_ms, "first_ms": round(first[0], 1),

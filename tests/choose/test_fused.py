@@ -54,9 +54,9 @@ def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:
     for problem in problems(90):
         found = select(Snapshot(), problem, device)
         assert found.outcome in ("predicted", "miss")
-        expected = [option.expected for option in found.predictions]
+        expected = [option.expected for option in found.offers]
         assert expected == sorted(expected, reverse=True)
-        for option in found.predictions:
+        for option in found.offers:
             candidate = option.record.candidate
             assert families.get(candidate.family).check(problem, candidate, device).runs, (problem, candidate)
             large = [one.kernel for one in shortlist.large_kernels(problem)]
@@ -68,11 +68,11 @@ def test_every_option_is_legal_and_passes_its_margin(device: Device) -> None:
 
 def test_few_rows_of_fp8_are_served(device: Device) -> None:
     found = select(Snapshot(), SERVED, device)
-    assert found.outcome == "predicted" and found.predictions[0].bound > 1.1
+    assert found.outcome == "predicted" and found.offers[0].bound > 1.1
     told = explain_problem(SERVED, device)
     assert "x torch expected, at least" in str(told)
     facts = json.loads(json.dumps(told.asdict(), allow_nan=False))
-    assert facts["predicted"]["least_ratio"] == pytest.approx(found.predictions[0].bound)
+    assert facts["predicted"]["least_ratio"] == pytest.approx(found.offers[0].bound)
     assert select(Snapshot(), SERVED, device, near=False).outcome == "miss"
 
 
@@ -81,7 +81,7 @@ def test_gates_and_residuals_of_many_rows_are_served_where_they_were_measured(de
     assert select(Snapshot(), tanh, device).outcome == "predicted"
     assert "no predictions" in select(Snapshot(), tanh, find_device("model:h100-sxm")).why
     stream = Problem.parse("4096x3072x4096", epilogue="residual")
-    assert select(Snapshot(), stream, device).predictions[0].bound > 1
+    assert select(Snapshot(), stream, device).offers[0].bound > 1
     wide = Problem.parse("2048x57344x2560", epilogue="swiglu")
     assert "N from 272 to 28672" in select(Snapshot(), wide, device).why
     halves = {problem.n > 28672 for problem in problems(400, "swiglu")}

@@ -127,7 +127,7 @@ def test_every_number_of_rows_has_a_kernel_of_the_class(
             assert record.problem == problem
             assert reduction_class(problem, record.candidate) == "ordered"
             assert families.get(record.candidate.family).check(problem, record.candidate, device).runs
-        assert (found.outcome == "near") == (len(found.nears) == len(found.options))
+        assert (found.outcome == "near") == (len(found.offers) == len(found.options))
 
 
 def test_a_record_of_the_class_is_served_though_torch_is_faster(device: Device) -> None:
@@ -151,8 +151,8 @@ def test_the_best_measured_kernel_of_the_class_comes_first(device: Device) -> No
     assert found.outcome == "hit" and "order of sums" in found.why
     assert [one.candidate["tile_n"] for one in found.options] == [32, 128]
     without = select(snapshot, UNLISTED_PROBLEM, device, policy=POLICY)
-    assert without.outcome == "near" and without.nears[0].origin is other
-    assert str(without.nears[0]) == "from 128x4096x4096 (1.100 x torch there)"
+    assert without.outcome == "near" and without.offers[0].origin is other
+    assert str(without.offers[0]) == "from 128x4096x4096 (1.100 x torch there)"
     exact = select(snapshot, UNLISTED_PROBLEM, device, policy=POLICY, near=False)
     assert exact.outcome == "miss" and not exact.options, "mode exact borrows nothing"
 
@@ -189,7 +189,7 @@ def test_a_neighbour_is_preferred_to_what_is_expected_to_be_little_better(device
         if 0 < (order := in_order(problem))[0].expected - order[1].expected < 0.015
     )
     near = Row(replace(problem, m=problem.m // 2), device.fingerprint, candidate=second.candidate)
-    assert select(Snapshot([near]), problem, device, policy=POLICY).nears[0].origin is near
+    assert select(Snapshot([near]), problem, device, policy=POLICY).offers[0].origin is near
     far = Snapshot([replace(near, problem=replace(problem, m=problem.m // 8))])
     assert select(far, problem, device, policy=POLICY).options[0].candidate == first.candidate
 

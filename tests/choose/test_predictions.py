@@ -204,9 +204,10 @@ def test_policies_refuse_options(device: Device) -> None:
 def test_explain_says_what_is_expected_and_how_sure(device: Device, served: Problem) -> None:
     found = explain_problem(served, device)
     option = outlook(served, device).options[0]
-    assert found.outcome == "predicted" and found.predicted is not None and found.record is None
-    assert f"dispatch  predicted, {option.label}: {option.expected:.3f} x torch expected, at least" in str(
-        found
+    assert found.outcome == "predicted" and found.offer is not None and found.record is None
+    assert (
+        f"dispatch  predicted, {option.record.label}: {option.expected:.3f} x torch expected, at least"
+        in str(found)
     )
     assert "products measured on this kind of GPU" in str(found) and "lost over 1 %" in str(found)
     facts = json.loads(json.dumps(found.asdict()))

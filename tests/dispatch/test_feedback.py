@@ -25,7 +25,7 @@ from tests.support.processes import environment
 from tests.support.serving import Kernel, dispatcher_of, quietly
 from tests.support.waiting import until
 from tests.tuning.planted import DEVICE, Timed, planted_tuner
-from tunegemm.choose.predictions import Predicted
+from tunegemm.choose.neighbours import Offer
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device
@@ -47,7 +47,7 @@ from tunegemm.tuning.tuner import Tuner
 
 
 @functools.cache
-def predicted() -> dict[Problem, Sequence[Predicted]]:
+def predicted() -> dict[Problem, Sequence[Offer]]:
     """Some problems that are served by prediction, each with more than one kernel that may be launched."""
     found = {problem: predictions(Snapshot(), problem, DEVICE)[0] for problem in odd_problems(60)}
     return {problem: options for problem, options in found.items() if len(options) > 1}
@@ -110,7 +110,7 @@ def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], da
     found = select(read_snapshot(), problem_of(), DEVICE)
     assert found.outcome == "hit" and found.options[0].candidate == first.record.candidate
     none, why = predictions(read_snapshot(), problem_of(), DEVICE)
-    assert not none and why == f"not predicted: it has a record, {first.label}"
+    assert not none and why == f"not predicted: it has a record, {first.record.label}"
     entries = {entry.candidate: entry for entry in database.measurements(problem_of())}
     assert entries[first.record.candidate].telemetry[PREDICTED_RATIO] == first.expected
     assert PREDICTED_RATIO not in entries[TORCH_MM].telemetry
@@ -159,8 +159,8 @@ def test_explain_says_what_was_expected_and_what_was_measured(
     assert before.outcome == "predicted" and before.feedback is None and before.asdict()["feedback"] is None
     race(timed(1.07, 1.02))
     after = explain_problem(problem_of(), device)
-    assert after.outcome == "hit" and after.predicted is None
-    expected = f"predicted {first.label}: {first.expected:.3f} x torch.mm was predicted"
+    assert after.outcome == "hit" and after.offer is None
+    expected = f"predicted {first.record.label}: {first.expected:.3f} x torch.mm was predicted"
     assert f"{expected}, 1.070 measured in a final race: it won" in str(after)
     facts = json.loads(json.dumps(after.asdict()))["feedback"]
     assert facts["won"] and facts["expected_ratio"] == first.expected
@@ -169,7 +169,7 @@ def test_explain_says_what_was_expected_and_what_was_measured(
 def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], database: Database) -> None:
     first, second = predicted()[problem_of()][:2]
     feedback = race(timed(0.96, 1.05, 0.9))
-    assert f"measured at 0.960: the record is {second.label}, also predicted" in str(feedback)
+    assert f"measured at 0.960: the record is {second.record.label}, also predicted" in str(feedback)
     record = database.best(problem_of(), DEVICE.fingerprint)
     assert record is not None and record.candidate == second.record.candidate
     assert "it lost" in str(explain_problem(problem_of(), find_device("model:h200")))
@@ -310,7 +310,7 @@ class Serving:
         with Database.open() as database, planted_tuner(DEVICE, database, cache=self.cache) as tuner:
             tuner.measurer_for = lambda problem: self.measurer()  # type: ignore[method-assign,assignment]
 
-            def run(problem: Problem, options: Sequence[Predicted], seconds: float) -> TuneResult:
+            def run(problem: Problem, options: Sequence[Offer], seconds: float) -> TuneResult:
                 (self.measured if options else self.tuned).append(problem)
                 if options:
                     return measure(tuner, problem, options).result
@@ -424,7 +424,7 @@ def test_what_nobody_foresaw_costs_one_product_and_is_logged_once(
 
     @contextmanager
     def measuring(device: Device) -> Iterator[Measure]:
-        def run(problem: Problem, options: Sequence[Predicted], seconds: float) -> None:
+        def run(problem: Problem, options: Sequence[Offer], seconds: float) -> None:
             fail("measure")
 
         yield run

@@ -50,7 +50,7 @@ def device() -> Device:
 
 def test_a_hit_with_its_evidence_and_its_runner_up(location: str, device: Device) -> None:
     found = explain_problem(Problem.parse(SHAPE), device, database=location)
-    assert found.outcome == "hit" and found.record is not None and found.near is None
+    assert found.outcome == "hit" and found.record is not None and found.offer is None
     assert found.percent_of_roofline == pytest.approx(100 * found.roofline_us / found.record.median_us)
     assert found.runner_up is not None and found.runner_up.ratio <= found.record.ratio
     text = str(found)
@@ -73,7 +73,7 @@ def test_a_hit_with_its_evidence_and_its_runner_up(location: str, device: Device
 
 def test_a_near_hit_names_its_origin_and_shows_no_time_as_its_own(location: str, device: Device) -> None:
     found = explain_problem(Problem(112, 4096, 4096), device, database=location)
-    assert found.outcome == "near" and found.near is not None and found.record is not None
+    assert found.outcome == "near" and found.offer is not None and found.record is not None
     assert found.percent_of_roofline is None and found.asdict()["record"]["shape"] in str(found)
     assert found.tile is not None and found.tile.candidate["tile_m"] == 64
     assert str(found).splitlines()[4:9] == [
@@ -88,7 +88,7 @@ def test_a_near_hit_names_its_origin_and_shows_no_time_as_its_own(location: str,
     ]
     assert found.why_not == "" and found.tile.smem_bytes == 99328
     assert found.change.startswith("tunegemm tune --shape 112x4096x4096")
-    assert found.asdict()["expected_ratio"] == found.near.record.ratio
+    assert found.asdict()["expected_ratio"] == found.offer.record.ratio
 
 
 def test_a_miss_says_why_and_what_would_change_it(location: str, device: Device) -> None:

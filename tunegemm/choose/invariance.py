@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from tunegemm.choose.forest import read
-from tunegemm.choose.neighbours import Near
+from tunegemm.choose.neighbours import Offer
 from tunegemm.choose.operators import kernels_after
 from tunegemm.choose.policies import Policy
 from tunegemm.choose.snapshot import Snapshot
@@ -87,7 +87,7 @@ class Ranked:
 
 def invariant_options(
     snapshot: Snapshot, problem: Problem, device: Device, policy: Policy
-) -> tuple[Near, ...]:
+) -> tuple[Offer, ...]:
     """The kernels that the policy admits for this problem, the one expected to be fastest first.
 
     They are listed, or recorded for other problems. The caller must skip those that are not compiled here.
@@ -107,7 +107,7 @@ def invariant_options(
         else prediction
         for prediction in ranked(problem, [*dict.fromkeys([*origins, *ours])], device)
     ]
-    options: list[Near] = []
+    options: list[Offer] = []
     for prediction in sorted(ordered, key=lambda prediction: -prediction.expected):
         if len(options) == MOST_OPTIONS:
             break
@@ -121,8 +121,11 @@ def invariant_options(
         except (SpaceError, KeyError, TypeError):  # a stored candidate that is damaged or of another version
             continue
         origin = origins.get(prediction.kernel)
+        basis = "a shipped kernel for this policy"
+        if origin is not None:
+            basis = f"from {origin.problem.shape} ({origin.ratio:.3f} x torch there)"
         label = family.label(prediction.candidate)
-        options.append(Near(Record(problem, prediction.candidate, device.fingerprint, label), origin))
+        options.append(Offer(Record(problem, prediction.candidate, device.fingerprint, label), basis, origin))
     return tuple(options)
 
 

@@ -35,7 +35,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
@@ -83,36 +83,32 @@ _FEW_ROWS = 128
 
 
 @dataclass(frozen=True)
-class Near:
+class Offer:
     """A kernel for a problem on which it was not measured."""
 
     record: Record
     """The kernel as it would be launched here; its `ratio` is expected, not measured."""
-    origin: Record | None
-    """A record of the kernel for another problem; None if it ships for a class of kernels."""
-    waves: tuple[int, int] = (0, 0)
-    """The waves of its busiest block: at the origin, and here; 0 if they were not predicted."""
-    margin: float = 0.0
-    """The required gain over torch."""
+    basis: str
+    """What the offer is based on; of a prediction, also how often such predictions were wrong."""
+    origin: Record | None = None
+    """A record of the kernel for another problem; None if it is predicted or ships for a class of kernels."""
+    expected: float | None = None
+    """The expected ratio to torch of a prediction; None if neighbours vouch for the kernel."""
+    bound: float = 0.0
+    """The expected ratio of a prediction minus the margin of such products."""
 
     def __str__(self) -> str:
-        if self.origin is None:
-            return "a shipped kernel for this policy"
-        there = f"from {self.origin.problem.shape} ({self.origin.ratio:.3f} x torch there"
-        if not any(self.waves):
-            return f"{there})"
-        return (
-            f"{there}, {self.waves[0]} waves; {self.waves[1]} here): "
-            f"{self.record.ratio:.3f} x torch expected, {1 + self.margin:.2f} required"
-        )
+        if self.expected is None:
+            return self.basis
+        return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.basis}"
 
 
 @dataclass(frozen=True)
 class Offers:
     """The kernels that may serve a problem without a record, or why there are none."""
 
-    options: tuple[Any, ...] = ()
-    """The kernels that may be launched, the best first: `Near`, or `predictions.Predicted`."""
+    options: tuple[Offer, ...] = ()
+    """The kernels that may be launched, the best first."""
     refusal: str = ""
     """Why there are none, in one clause."""
     rows: tuple[int, int] | None = None
@@ -145,22 +141,21 @@ def neighbourhood(
             # The margin of a single neighbour grows with the distance.
             return Offers((), refusal, rows if len(neighbours) == 2 else None, neighbours)
     least = min(neighbour.ratio for neighbour in neighbours)
-    offers, refusals = [], []
+    offers: list[tuple[float, int, Offer]] = []
+    refusals = []
     for neighbour in neighbours:
-        offer = _offer(neighbour, problem, device, least, margin)
+        waves, offer = _offer(neighbour, problem, device, least, margin)
         if isinstance(offer, str):
-            refusals.append(offer)
-        elif reason := allows(problem, offer.record.candidate):
+            reason = offer
+        elif not (reason := allows(problem, offer.record.candidate)) and offer.record.ratio < 1 + margin:
+            reason = f"{offer.record.ratio:.3f} x torch expected, {1 + margin:.2f} required"
+        if reason:
             refusals.append(f"kernel of {neighbour.problem.shape}: {reason}")
-        elif offer.record.ratio < 1 + margin:
-            refusals.append(
-                f"kernel of {neighbour.problem.shape}: {offer.record.ratio:.3f} x torch expected, "
-                f"{1 + margin:.2f} required"
-            )
         else:
-            offers.append(offer)
-    offers.sort(key=lambda offer: (-round(offer.record.ratio, 2), abs(offer.waves[1] - offer.waves[0])))
-    return Offers(tuple(offers), "" if offers else "; ".join(refusals), None, neighbours)
+            assert isinstance(offer, Offer)
+            offers.append((-round(offer.record.ratio, 2), waves, offer))
+    options = tuple(offer for *_, offer in sorted(offers, key=lambda each: each[:2]))
+    return Offers(options, "" if options else "; ".join(refusals), None, neighbours)
 
 
 def _brackets(
@@ -213,24 +208,32 @@ def tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> 
     return ""
 
 
-def _offer(neighbour: Record, problem: Problem, device: Device, least: float, margin: float) -> Near | str:
-    """The neighbour's kernel for the problem, or a clause if it is not legal there."""
+def _offer(
+    neighbour: Record, problem: Problem, device: Device, least: float, margin: float
+) -> tuple[int, Offer | str]:
+    """The neighbour's kernel for the problem, or a clause if it is not legal there; and by how many waves
+    its busiest block has more or fewer here.
+    """
     candidate = neighbour.candidate
     try:
         if "l2_hint" in candidate.params:
             candidate = candidate.with_launch(l2_hint=model.l2_hint(problem, candidate))
         if not (verdict := families.get(candidate.family).check(problem, candidate, device)):
-            return f"kernel of {neighbour.problem.shape}: {verdict}"
+            return 0, str(verdict)
         if differ := tiles_differ(problem, neighbour.problem, candidate):
-            return f"kernel of {neighbour.problem.shape}: {differ}"
+            return 0, differ
         there = model.predict(neighbour.problem, neighbour.candidate, device)
         here = model.predict(problem, candidate, device)
     except (SpaceError, KeyError, TypeError) as error:  # a stored candidate: damaged or of another version
-        return f"kernel of {neighbour.problem.shape}: {error}"
+        return 0, str(error)
     torch = library_us(problem, device) / library_us(neighbour.problem, device)
     expected = min(neighbour.ratio * torch * there.total_us / here.total_us, least)
+    basis = (
+        f"from {neighbour.problem.shape} ({neighbour.ratio:.3f} x torch there, {there.waves} waves; "
+        f"{here.waves} here): {expected:.3f} x torch expected, {1 + margin:.2f} required"
+    )
     result = replace(neighbour, problem=problem, candidate=candidate, ratio=expected)
-    return Near(result, neighbour, (there.waves, here.waves), margin)
+    return abs(here.waves - there.waves), Offer(result, basis, neighbour)
 
 
 @functools.lru_cache(maxsize=4096)

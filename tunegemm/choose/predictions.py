@@ -24,7 +24,7 @@ import numpy as np
 
 from tunegemm.choose.forest import Forest, read
 from tunegemm.choose.invariance import best_ranked, features_of
-from tunegemm.choose.neighbours import Offers, library_us
+from tunegemm.choose.neighbours import Offer, Offers, library_us
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
@@ -56,24 +56,6 @@ Allows = Callable[[Problem, Candidate], str]
 """Returns why a candidate must not be used for a problem; empty if it may be."""
 Asks = Callable[[Problem, int], LibraryChoice | None]
 """Returns the choice of torch's library for a problem on the device with an index; None if unknown."""
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """A shipped kernel for a problem that was not measured."""
-
-    record: Record
-    """The kernel as it would be launched; `ratio` is the lower bound."""
-    label: str
-    expected: float
-    """The expected ratio to torch."""
-    bound: float
-    """The expected ratio minus the margin of such products."""
-    basis: str
-    """The basis of the prediction, and how often it was wrong."""
-
-    def __str__(self) -> str:
-        return f"{self.expected:.3f} x torch expected, at least {self.bound:.3f}; {self.basis}"
 
 
 def ends(most: int) -> list[int]:
@@ -173,7 +155,7 @@ class Fitted:
                 refusal=f"the best shipped kernel is predicted at {math.exp(best - loss):.3f} x torch, "
                 f"{math.exp(margin - loss):.3f} required"
             )
-        options: list[Predicted] = []
+        options: list[Offer] = []
         refusals: list[str] = []
         for row in order:
             if logs[row] <= margin or len(options) == MOST_OPTIONS:
@@ -188,7 +170,7 @@ class Fitted:
             else:
                 bound, expected = math.exp(logs[row] - margin), math.exp(logs[row] - loss)
                 record = Record(problem, candidate, device.fingerprint, label, ratio=bound)
-                options.append(Predicted(record, label, expected, bound, self._basis(case)))
+                options.append(Offer(record, self._basis(case), None, expected, bound))
         return Offers(tuple(options), "" if options else "; ".join(refusals))
 
     def expected(
@@ -352,4 +334,4 @@ def by_the_library(
     ratio = torchs_us / (torchs_us - saved_us)
     record = Record(problem, candidate, device.fingerprint, LIBRARY.label(candidate), ratio=ratio)
     basis = "torch's own algorithm, which also adds the residual: one kernel fewer"
-    return Offers((Predicted(record, record.label, ratio, 1.0, basis),))
+    return Offers((Offer(record, basis, None, ratio, 1.0),))

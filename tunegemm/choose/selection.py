@@ -17,8 +17,7 @@ from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
 
 if TYPE_CHECKING:
-    from tunegemm.choose.neighbours import Near, Offers
-    from tunegemm.choose.predictions import Predicted
+    from tunegemm.choose.neighbours import Offer, Offers
 
 #: Dtypes for which torch's grouped product waits for the device. The times of its products do not show the
 #: wait, and graphs do not allow it.
@@ -36,12 +35,10 @@ class Selection:
     """The records that may be launched, the best first; empty if torch computes the product."""
     why: str
     """One clause: the reason for the first option, or why there is no option."""
-    nears: tuple[Near, ...] = ()
-    """The options that were measured for other problems, with their expected ratios here."""
+    offers: tuple[Offer, ...] = ()
+    """The options that were not measured for this problem, but for others, or predicted."""
     neighbours: tuple[Record, ...] = ()
     """The neighbouring records that were considered, if the problem has no record."""
-    predictions: tuple[Predicted, ...] = ()
-    """The options that were predicted from measurements of other products."""
     rows: tuple[int, int] | None = None
     """For a miss: the numbers of rows at which the otherwise same problem misses for the same reasons; None
     if this is known for no other number."""
@@ -87,8 +84,7 @@ def select(
 
     ahead = outlook(problem, device, policy.refusal)
     if ahead.options:
-        result = tuple(option.record for option in ahead.options)
-        return Selection("predicted", result, str(ahead.options[0]), predictions=ahead.options)
+        return _offered("predicted", ahead)
     from tunegemm.choose.neighbours import neighbourhood
 
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
@@ -100,8 +96,12 @@ def select(
         if ahead.rows is not None and around.rows is not None:
             rows = max(ahead.rows[0], around.rows[0]), min(ahead.rows[1], around.rows[1])
         return Selection("miss", (), f"{why}; {around.refusal}", neighbours=around.neighbours, rows=rows)
-    options = tuple(option.record for option in around.options)
-    return Selection("near", options, str(around.options[0]), around.options, around.neighbours)
+    return _offered("near", around)
+
+
+def _offered(outcome: Outcome, found: Offers) -> Selection:
+    options = tuple(offer.record for offer in found.options)
+    return Selection(outcome, options, str(found.options[0]), found.options, found.neighbours)
 
 
 def bucket(rows: int) -> int:
@@ -173,8 +173,7 @@ def _added(
     product = select(snapshot, replace(problem, epilogue=""), device, policy=policy).options
     ahead = by_the_library(problem, device, product, policy.refusal)
     if ahead.options:
-        result = tuple(option.record for option in ahead.options)
-        return Selection("predicted", result, str(ahead.options[0]), predictions=ahead.options)
+        return _offered("predicted", ahead)
     why = f"{why}; {around.refusal}; {ahead.refusal}"
     return Selection("miss", (), why, neighbours=around.neighbours)
 
@@ -234,12 +233,12 @@ def _batch_invariant(
         own = tuple(rival for rival in usable if not policy.refusal(problem, rival.candidate))[:1]
         refusal = "it has no record" if record is None else policy.refusal(problem, record.candidate)
         why = f"{policy} refuses the record ({refusal})"
-    nears = invariant_options(snapshot, problem, device, policy) if near else ()
-    options = (*own, *(near.record for near in nears))
+    offers = invariant_options(snapshot, problem, device, policy) if near else ()
+    options = (*own, *(offer.record for offer in offers))
     if own:
-        return Selection("hit", options, why, nears)
+        return Selection("hit", options, why, offers)
     if options:
-        return Selection("near", options, str(nears[0]), nears)
+        return Selection("near", options, str(offers[0]), offers)
     return Selection(
         "miss",
         (),

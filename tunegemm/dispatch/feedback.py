@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tunegemm.choose.predictions import Predicted, outlook
+from tunegemm.choose.neighbours import Offer
+from tunegemm.choose.predictions import outlook
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
 from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
@@ -30,7 +30,7 @@ from tunegemm.tuning.tuner import Tuner
 class Feedback:
     """What became of a product's prediction."""
 
-    predicted: Predicted
+    predicted: Offer
     """The kernel with the highest predicted speed."""
     result: TuneResult
 
@@ -45,7 +45,7 @@ class Feedback:
     def __str__(self) -> str:
         """One line for people."""
         ahead, best = self.predicted, self.result.best
-        text = f"{self.result.problem}: {ahead.label} was predicted at {ahead.expected:.3f} x torch.mm"
+        text = f"{self.result.problem}: {ahead.record.label} was predicted at {ahead.expected:.3f} x torch.mm"
         if best is None:
             return f"{text}; nothing could be measured ({self.result.note})"
         text += " and failed" if self.measured is None else f" and measured at {self.measured.ratio:.3f}"
@@ -59,15 +59,15 @@ class Feedback:
         return f"{text}: {self.result.note or outcome}"
 
 
-def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Sequence[Predicted], str]:
+def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Sequence[Offer], str]:
     """The kernels that dispatch would launch by prediction; if there are none, the reason in one clause.
 
     Includes kernels that dispatch launched earlier, if the later race ended early or ran beside other work
     and its record is unconfirmed.
     """
     selection = select(snapshot, problem, device)
-    if selection.predictions:
-        return selection.predictions, ""
+    if selection.outcome == "predicted" and selection.offers:
+        return selection.offers, ""
     if selection.outcome != "hit":
         return (), f"not predicted: {selection.why}"
     (record,) = selection.options
@@ -77,22 +77,22 @@ def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[S
     return (), f"not predicted: it has a record, {label(record.candidate)}"
 
 
-def measure(tuner: Tuner, problem: Problem, options: Sequence[Predicted]) -> Feedback:
+def measure(tuner: Tuner, problem: Problem, options: Sequence[Offer]) -> Feedback:
     """Race the predicted kernels of a problem, the best first, with torch.mm; the winner becomes the record.
 
     Kernels that neither ship nor are in the object store are compiled. Raises DeviceError if nothing can be
     timed, MeasureError if none of the kernels can run.
     """
-    expected = {option.record.candidate: option.expected for option in options}
-    runs: list[Candidate] = [item for item in expected if tuner.kernels.is_feasible(problem, item)]
+    expected = {option.record.candidate: option.expected or 0.0 for option in options}
+    runs = [candidate for candidate in expected if tuner.kernels.is_feasible(problem, candidate)]
     if not runs:  # a race of torch.mm alone would make it the record
         raise MeasureError(
-            f"{problem}: {options[0].label} was predicted but cannot run here; leave this shape out"
+            f"{problem}: {options[0].record.label} was predicted but cannot run here; leave this shape out"
         )
     return Feedback(options[0], tuner.race(problem, runs, expected=expected))
 
 
-Measure = Callable[[Problem, Sequence[Predicted], float], TuneResult | None]
+Measure = Callable[[Problem, Sequence[Offer], float], TuneResult | None]
 """Measures the predictions for a problem, or tunes a problem without any, within so many seconds; None if it
 has a record by now."""
 
@@ -103,7 +103,7 @@ def measuring(device: Device) -> Iterator[Measure]:
     with Database.open() as database, Tuner(device, database) as tuner:
 
         def measure_unless_known(
-            problem: Problem, options: Sequence[Predicted], seconds: float
+            problem: Problem, options: Sequence[Offer], seconds: float
         ) -> TuneResult | None:
             if read_snapshot().find(problem, device.fingerprint) is not None:
                 return None

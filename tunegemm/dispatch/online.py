@@ -24,7 +24,7 @@ from tunegemm.dispatch.notices import named_error
 from tunegemm.errors import ProblemError, SpaceError, TunegemmError, one_line
 
 if TYPE_CHECKING:
-    from tunegemm.choose.predictions import Predicted
+    from tunegemm.choose.neighbours import Offer
     from tunegemm.dispatch.feedback import Measure
     from tunegemm.tuning.progress import TuneResult
 
@@ -49,7 +49,7 @@ class _Waiting:
 
     problem: Problem
     device: Device
-    options: Sequence[Predicted]
+    options: Sequence[Offer]
     """The kernels that serve it; empty if it should be tuned."""
     notify: Callable[[TuneResult | None, str], None]
 
@@ -84,7 +84,7 @@ class OnlineTuning:
         self,
         problem: Problem,
         device: Device,
-        options: Sequence[Predicted],
+        options: Sequence[Offer],
         notify: Callable[[TuneResult | None, str], None],
     ) -> None:
         """Have a problem measured when the device is idle, once in this process; without options it is tuned.

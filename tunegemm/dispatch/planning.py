@@ -442,9 +442,9 @@ class Planner:
         if selection.rows is not None and mode != "online" and not self.notices.sums_up:
             state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
         if mode == "online" and selection.outcome != "hit":
-            predictions = selection.predictions if result is not None else ()
+            is_served = selection.outcome == "predicted" and result is not None
             notify = partial(self._apply_feedback, problem, result)
-            self._online.later(problem, known, predictions, notify)
+            self._online.later(problem, known, selection.offers if is_served else (), notify)
         return result
 
     def _compile_first(

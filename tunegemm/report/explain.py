@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil, isnan
 from typing import TYPE_CHECKING, Any, Literal
 
-from tunegemm.choose.neighbours import Near
+from tunegemm.choose.neighbours import Offer
 from tunegemm.choose.policies import Policy, read_mode, read_policy, read_switch
-from tunegemm.choose.predictions import Predicted
 from tunegemm.choose.selection import Outcome, Selection, read_rivals, select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.command import tune_command
@@ -105,10 +104,8 @@ class Explanation:
     record: StoredRecord | None
     """The record that dispatch would launch, or from which a near hit takes its kernel; None if torch
     computes, or if the kernel is predicted."""
-    predicted: Predicted | None
-    """The expected performance of a kernel that was not measured for this problem."""
-    near: Near | None
-    """The expected performance of a near hit."""
+    offer: Offer | None
+    """The expected performance of a kernel that was not measured for this problem: predicted, or near."""
     feedback: StoredRecord | None
     """The measurement of a kernel predicted for this problem; None if no such kernel was measured."""
     runner_up: StoredRecord | None
@@ -128,7 +125,7 @@ class Explanation:
     @property
     def percent_of_roofline(self) -> float | None:
         """The floor over the record's measured time; None for a near hit, which was not measured."""
-        if self.record is None or self.near is not None:
+        if self.record is None or self.offer is not None:
             return None
         return 100 * self.device.roofline_us(self.record.problem) / self.record.median_us
 
@@ -159,17 +156,16 @@ class Explanation:
                 "percent_of_roofline": self.percent_of_roofline,
                 "percent_of_peak": self.percent_of_peak,
             }
-        if self.near is not None and not isnan(self.near.record.ratio):
-            facts["expected_ratio"] = self.near.record.ratio
-        if (ahead := self.predicted) is not None:
-            facts["expected_ratio"] = ahead.expected
+        if (offer := self.offer) is not None and not isnan(offer.record.ratio):
+            facts["expected_ratio"] = offer.expected or offer.record.ratio
+        if offer is not None and offer.expected is not None:
             facts["predicted"] = {
-                "label": ahead.label,
-                "family": ahead.record.candidate.family,
-                "candidate": dict(ahead.record.candidate.params),
-                "expected_ratio": ahead.expected,
-                "least_ratio": ahead.bound,
-                "evidence": ahead.basis,
+                "label": offer.record.label,
+                "family": offer.record.candidate.family,
+                "candidate": dict(offer.record.candidate.params),
+                "expected_ratio": offer.expected,
+                "least_ratio": offer.bound,
+                "evidence": offer.basis,
             }
         if (feedback := self.feedback) is not None:
             facts["feedback"] = _facts(feedback, "label", "ratio", "median_us")
@@ -210,16 +206,14 @@ class Explanation:
                 f"{tile.wave_efficiency:.0%} busy"
                 + (f"; {tile.smem_bytes} B of shared memory" if tile.smem_bytes is not None else ""),
             )
-        record = self.record
-        if self.predicted is not None:
-            yield "dispatch", f"predicted, {self.predicted.label}: {self.predicted}"
-            if self.why_not:
-                yield "", f"but torch computes it: {self.why_not}"
-        elif record is None and self.near is None:
+        record, offer = self.record, self.offer
+        if record is None and offer is None:
             yield "dispatch", f"torch: {self.why_not}" if self.why_not else self.why
         else:
-            if self.near is not None:
-                yield "dispatch", f"near hit, {(record or self.near.record).label} {self.near}"
+            if offer is not None and offer.expected is not None:
+                yield "dispatch", f"predicted, {offer.record.label}: {offer}"
+            elif offer is not None:
+                yield "dispatch", f"near hit, {(record or offer.record).label} {offer}"
             elif record is not None:
                 torchs = self.problem.torch_call
                 label = torchs if self.problem.groups and is_torch(record.candidate) else record.label
@@ -342,11 +336,8 @@ def explain_problem(
     options = selection.options
     loadable = (option for option in options if not _refusal_to_load(option, device))
     chosen = next(loadable, options[0] if options else None)
-    near = next((near for near in selection.nears if near.record is chosen), None)
-    predicted = next(
-        (prediction for prediction in selection.predictions if prediction.record is chosen), None
-    )
-    record = near.origin if near is not None else None if predicted is not None else chosen
+    offer = next((offer for offer in selection.offers if offer.record is chosen), None)
+    record = chosen if offer is None else offer.origin
     by_table = chosen is None and selection.outcome == "predicted"
     if record is not None and problem.groups:
         record = with_skews(
@@ -376,11 +367,10 @@ def explain_problem(
         tile=None if shown is None or "tile_m" not in shown.params else _tile(problem, shown, device),
         outcome=selection.outcome,
         record=record,
-        near=near,
-        predicted=predicted,
+        offer=offer,
         feedback=_feedback(entries, device),
-        runner_up=_runner_up(record, entries, device) if near is None else None,
-        why=selection.why if by_table or not (chosen is None or near or predicted) else "",
+        runner_up=None if offer and offer.expected is None else _runner_up(record, entries, device),
+        why=selection.why if by_table or not (chosen is None or offer) else "",
         why_not=why_not,
         change=_change(problem, selection, record, why_not),
         ignored=(*ignored, *(line for line in warnings if line not in why_not)),

@@ -57,7 +57,7 @@ class StudySpace:
         today.
         """
         spaces, candidates = list(spaces), list(candidates)
-        self._families = {each.family for each in (*spaces, *candidates)}
+        self._families = {space.family for space in spaces} | {item.family for item in candidates}
         listed = (
             item for space in spaces for item in (*space.compile_values.items(), *space.launch_values.items())
         )
