@@ -51,7 +51,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate.cublaslt.choice import parse_label
 from tunegemm.model import shortlist
-from tunegemm.model.features import NAMES, features_of_choices
+from tunegemm.model.features import features_of_choices
 
 #: Most rows of fitted products, and most rows that are served: of 129 to 256 rows one in seven products would
 #: gain, 1 % in all, and some lost 0.06 in validation. Beyond 256, lasting work runs at the power cap, where
@@ -174,7 +174,7 @@ def fit(options: argparse.Namespace) -> None:
         },
         **forest,
     }
-    check = Forest.of(forest, len(NAMES))(frame.known[:500])
+    check = Forest.of(forest)(frame.known[:500])
     print("trees as arrays agree to", float(np.abs(check - model.predict(frame.known[:500])).max()))
     put_model(options.out, data["gpu"], "wide" if options.logits else "plain", data)
     rows = [

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tunegemm.choose.forest import MAX_LEAVES, Forest
-from tunegemm.errors import TunegemmError
 
 WIDTH = 5
 
@@ -51,24 +49,7 @@ def walked(tree: Any, row: np.ndarray) -> float:
 def test_a_forest_is_the_sum_of_its_trees() -> None:
     chance = np.random.default_rng(3)
     pairs = [grown(chance, leaves) for leaves in (1, 2, 3, 7, 15, 16, 16, 16)]
-    forest = Forest.of({"base": 0.5, "trees": [data for _, data in pairs]}, WIDTH)
+    forest = Forest.of({"base": 0.5, "trees": [data for _, data in pairs]})
     rows = chance.normal(size=(200, WIDTH)).round()  # some are equal to a threshold
     wanted = [0.5 + sum(walked(tree, row) for tree, _ in pairs) for row in rows]
     np.testing.assert_allclose(forest(rows), wanted, rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        {},
-        {"base": 0.0, "trees": []},
-        {"base": 0.0, "trees": [{"nodes": [[WIDTH, 0.0, 1]], "leaves": [0.0, 1.0]}]},
-        {"base": 0.0, "trees": [{"nodes": [[0, 0.0, 1 << 16]], "leaves": [0.0, 1.0]}]},
-        {"base": 0.0, "trees": [{"nodes": [[0, "x", 1]], "leaves": [0.0, 1.0]}]},
-        {"base": 0.0, "trees": [{"nodes": [[0, 0.0, 1]], "leaves": [float("nan")]}]},
-        {"base": 0.0, "trees": [{"nodes": [], "leaves": [0.0] * 17}]},
-    ],
-)
-def test_what_is_no_forest_is_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(TunegemmError, match="no trees"):
-        Forest.of(data, WIDTH)

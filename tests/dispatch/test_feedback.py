@@ -32,7 +32,6 @@ from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.dispatch import online as online_tuning
-from tunegemm.dispatch.feedback import Feedback, Measure, measure, measuring, predictions
 from tunegemm.dispatch.launchers import TORCH, Prepared
 from tunegemm.dispatch.online import OnlineTuning, wait_until_idle
 from tunegemm.errors import DeviceError, MeasureError, TunegemmWarning
@@ -44,6 +43,7 @@ from tunegemm.store import Database
 from tunegemm.store.record import Record
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.tuner import Tuner
+from tunegemm.tuning.verify import Feedback, Measure, measure, measuring, predictions
 
 
 @functools.cache

@@ -15,13 +15,13 @@ from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.feedback import predictions
 from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.planning import Planner
 from tunegemm.measure.evidence import Evidence
 from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.store import Database
 from tunegemm.tuning.tuner import Tuner, open_device
+from tunegemm.tuning.verify import predictions
 
 pytestmark = pytest.mark.gpu
 

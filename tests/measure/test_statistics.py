@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.choose.test_neighbours import kernel
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import MeasureError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.messages import add_seconds
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
@@ -50,8 +49,6 @@ def test_interval_of_the_median_is_the_sign_tests() -> None:
     assert median_interval(range(1, 22)) == (6, 16)
     assert median_interval(range(1, 6)) == (1, 5), "five samples cannot give 95 %"
     assert median_interval([3.0]) == (3.0, 3.0)
-    with pytest.raises(MeasureError, match="no samples"):
-        median_interval([])
 
 
 def test_interval_covers_the_median_as_often_as_it_says() -> None:
@@ -82,11 +79,6 @@ def test_clearly_slower_needs_every_doubt_gone() -> None:
     assert not clearly_slower([110, 110, 103], [100.0] * 3, 0.05, 0.95), "one good round of three"
     assert clearly_slower([110.0] * 11 + [90.0], [100.0] * 12, 0.05, 0.95), "one bad round of twelve"
     assert not clearly_slower([125.0] * 9, [100.0] * 9, 0.25, 0.95), "the margin itself"
-
-
-def test_no_measurement_no_winner() -> None:
-    with pytest.raises(MeasureError, match=r"64x64x64.*no winner"):
-        winner(PROBLEM, [])
 
 
 #: What a damaged or hostile row may hold as a time, beside what a GPU measures.
@@ -159,8 +151,6 @@ def test_a_final_race_reports_the_rounds_that_did_not_choose() -> None:
     lucky, steady = raced(1.2, 1.2, 1.05, steady=True), raced(1.1, 1.1, 1.1, steady=True, candidate=other)
     found = final_choice(PROBLEM, [steady, lucky])
     assert found.candidate == KERNEL and found.ratio == pytest.approx(1.05)
-    with pytest.raises(MeasureError, match="no winner"):
-        final_choice(PROBLEM, [])
     alone = final_choice(PROBLEM, [raced(0.9)])
     assert alone.candidate == KERNEL and alone.samples_us == (100 / 0.9,)
 

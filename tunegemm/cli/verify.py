@@ -85,9 +85,9 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
     import torch
 
     from tunegemm.choose.snapshot import Snapshot, read_snapshot
-    from tunegemm.dispatch.feedback import measure, predictions
     from tunegemm.store import Database
     from tunegemm.tuning.tuner import Tuner, open_gpu
+    from tunegemm.tuning.verify import measure, predictions
 
     opened = open_gpu(spec)
     torch.cuda.init()  # type: ignore[no-untyped-call]  # torch's heuristics need CUDA, as in a program

@@ -46,8 +46,6 @@ class CompileResult:
     artifact: Artifact | None
     failure: str = ""
     """One line; empty on success."""
-    cached: bool = False
-    """Whether the answer came from the store."""
     is_transient: bool = False
     """Whether the machine failed at that moment, not the kernel: a second request may compile."""
 
@@ -226,11 +224,11 @@ class CompilePool:
     def _from_store(self, key: Key) -> CompileResult | None:
         for store in (self.store, self._shipped):
             if store is not None and (artifact := store.find(key)) is not None:
-                return CompileResult(artifact, cached=True)
+                return CompileResult(artifact)
         failure = self.store.failure(key)
         if failure is None or is_transient(failure):  # older releases also stored transient failures
             return None
-        return CompileResult(None, failure, cached=True)
+        return CompileResult(None, failure)
 
     def _enqueue(self, job: _Job) -> None:
         self._waiting[job.name] = job

@@ -1,7 +1,7 @@
 """``TUNEGEMM_MODE=online``: tune problems without a record while the GPU is idle, within a time budget.
 
 Calls are served as in ``predict`` and wait for nothing. A thread measures predicted kernels
-(`dispatch.feedback`), and tunes problems without a prediction. The first such problem loads the search, its
+(`tuning.verify`), and tunes problems without a prediction. The first such problem loads the search, its
 compile workers and its measuring worker. Results are published, so the next process has them as records.
 """
 
@@ -25,8 +25,8 @@ from tunegemm.errors import ProblemError, SpaceError, TunegemmError, one_line
 
 if TYPE_CHECKING:
     from tunegemm.choose.neighbours import Offer
-    from tunegemm.dispatch.feedback import Measure
     from tunegemm.tuning.progress import TuneResult
+    from tunegemm.tuning.verify import Measure
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class OnlineTuning:
         measuring: Callable[[Device], AbstractContextManager[Measure]] | None = None,
         wait: Callable[[Device], bool] | None = None,
     ) -> None:
-        """measuring: measures and tunes; by default `feedback.measuring`. wait: returns when a device is
+        """measuring: measures and tunes; by default `tuning.verify.measuring`. wait: returns when a device is
         idle, False if that cannot be known; by default `wait_until_idle`.
         """
         self._measuring, self._wait = measuring or _measuring, wait or wait_until_idle
@@ -191,6 +191,6 @@ def wait_until_idle(
 
 def _measuring(device: Device) -> AbstractContextManager[Measure]:
     extras.require("tune")
-    from tunegemm.dispatch.feedback import measuring
+    from tunegemm.tuning.verify import measuring
 
     return measuring(device)

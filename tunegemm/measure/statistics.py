@@ -13,7 +13,6 @@ from statistics import fmean, median
 from typing import Any
 
 from tunegemm.describe.problem import Problem
-from tunegemm.errors import MeasureError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement
@@ -40,10 +39,8 @@ def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple
     possible.
 
     Few samples cannot reach it: with fewer than six, 95 % is out of reach and the interval is the whole
-    range. Raises MeasureError if there are no samples.
+    range.
     """
-    if not samples:
-        raise MeasureError("no samples: an interval needs at least one")
     ordered, n = sorted(samples), len(samples)
     # P(median outside [x_(r+1), x_(n-r)]) = 2 P(Binomial(n, 1/2) <= r)
     tail, r = 0.0, -1
@@ -139,7 +136,7 @@ def final_choice(problem: Problem, raced: Sequence[Measurement]) -> Measurement:
     The rounds that choose the fastest of several candidates flatter it: the fastest of six that equal
     torch.mm seems 0.5 to 1 % faster. So the first rounds choose and the others report, and torch.mm stays the
     record unless the winner is faster by more than the noise
-    (docs/decisions/0025-what-chose-does-not-report.md). Raises MeasureError if there are no measurements.
+    (docs/decisions/0025-what-chose-does-not-report.md).
     """
     library = next((measurement for measurement in raced if is_torch(measurement.candidate)), None)
     others = [measurement for measurement in raced if measurement is not library]
@@ -152,8 +149,7 @@ def final_choice(problem: Problem, raced: Sequence[Measurement]) -> Measurement:
         best = next(other for other in others if other.candidate == chosen.candidate)
         if library is not None and not beats(best, library):
             best = library
-    if best is None:
-        raise MeasureError(f"no candidate for {problem} was measured, so there is no winner")
+    assert best is not None, "a race has finishers"
     return rounds_of(best, choosing_rounds(best))
 
 
@@ -162,10 +158,8 @@ def winner(problem: Problem, measurements: Sequence[Measurement]) -> Measurement
 
     The rule compares workspace, then shared memory, then the digest; the smallest wins. A library's kernel,
     whose shared memory is unknown, comes last: a launch through torch costs 8.0 us of host time, a compiled
-    object 3.4 us (H200 host, 2026-11-20). Raises MeasureError if there are no measurements.
+    object 3.4 us (H200 host, 2026-11-20).
     """
-    if not measurements:
-        raise MeasureError(f"no candidate for {problem} was measured, so there is no winner")
     leader = max(measurements, key=lambda m: (m.ratio, m.candidate.digest))
 
     def ties(measurement: Measurement) -> bool:

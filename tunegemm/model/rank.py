@@ -94,17 +94,19 @@ def predict(problem: Problem, candidate: Candidate, device: Device) -> Predictio
 
 def predictions(problem: Problem, candidates: Sequence[Candidate], device: Device) -> list[Prediction]:
     """Return the predictions of many candidates, in their order."""
-    if not candidates:
-        return []
-    problem, columns = problem.as_modelled, Columns.of(candidates)
-    result = terms(problem, columns, device)
-    return _predictions(candidates, result, steady(problem, columns, result, device))
+    return _predictions(candidates, *_terms(problem.as_modelled, Columns.of(candidates), device))
 
 
 #: The terms of a prediction, in its order.
 _TERMS = (
     "tiles", "ctas", "waves", "wave_efficiency", "compute_us", "l2_us", "dram_us", "epilogue_us", "total_us",
 )  # fmt: skip
+
+
+def _terms(problem: Problem, columns: Columns, device: Device) -> tuple[Terms, Steady]:
+    """The terms at one clock for all, and those of sustained work."""
+    result = terms(problem, columns, device)
+    return result, steady(problem, columns, result, device)
 
 
 def _predictions(candidates: Sequence[Candidate], terms: Terms, lasting: Steady) -> list[Prediction]:
@@ -115,11 +117,7 @@ def _predictions(candidates: Sequence[Candidate], terms: Terms, lasting: Steady)
 def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> list[Prediction]:
     """Return predictions, fastest first; equal ones keep the order of the candidates."""
     candidates = list(candidates)
-    if not candidates:
-        return []
-    problem, columns = problem.as_modelled, Columns.of(candidates)
-    result = terms(problem, columns, device)
-    lasting = steady(problem, columns, result, device)
+    result, lasting = _terms(problem.as_modelled, Columns.of(candidates), device)
     ranked = _predictions(candidates, result, lasting)
     return [ranked[number] for number in np.argsort(_by(result, lasting), kind="stable").tolist()]
 
@@ -210,8 +208,7 @@ def rank_kernels(
     columns = Columns.of(kernels) if columns is None else columns
     launches = _best_launches(problem, kernels, columns, launch_values, device, feasible)
     columns = columns.launched(**_launch_columns(launches))
-    result = terms(problem, columns, device)
-    lasting = steady(problem, columns, result, device)
+    result, lasting = _terms(problem, columns, device)
     order = np.argsort(_by(result, lasting), kind="stable").tolist()
     if most is not None:
         wanted = {*order[:most], *np.argsort(result.total_us, kind="stable")[:most].tolist()}
@@ -224,8 +221,7 @@ def rank_kernels(
             problem, [kernels[number] for number in order], columns, chosen, device,
             may_stream="streamed" in hints,
         )  # fmt: skip
-        result = terms(problem, columns, device)
-        lasting = steady(problem, columns, result, device)
+        result, lasting = _terms(problem, columns, device)
     ranked = []
     for place in np.argsort(_by(result, lasting), kind="stable").tolist():
         kernel, launch = kernels[order[place]], chosen[place]
@@ -251,7 +247,7 @@ def _gpc_aware_launches(
     times = []
     for along_n, streamed in itertools.product((False, True), (False, True)[: 1 + may_stream]):
         tried = aware.launched(along_n=np.array(along_n), streamed=np.array(streamed))
-        times.append(steady(problem, tried, terms(problem, tried, device), device).us)
+        times.append(_terms(problem, tried, device)[1].us)
     best = np.stack(times).argmin(axis=0)
     along_n, streamed = best > may_stream, (best % 2 == 1) & may_stream
     changed: list[dict[str, Value]] = [
@@ -303,8 +299,7 @@ def _best_launches(
             for name, values in tried[0][1].items()
         }
     )
-    result = terms(problem, launched, device)
-    times = _by(result, steady(problem, launched, result, device))
+    times = _by(*_terms(problem, launched, device))
     best: list[dict[str, Value]] = [first] * len(kernels)
     start = 0
     for (launches, _), members in zip(tried, grids.values(), strict=True):

@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Literal
 
 from tunegemm.describe.space import Candidate, Value
-from tunegemm.errors import SpaceError
 from tunegemm.search.efforts import Plan, budget_for
 
 #: The stage of a search. `library` covers the vendor's algorithms.
@@ -71,13 +70,7 @@ class Search:
             on top of an effort's own number, but within the number that `trials` sets.
         known: stored results (value None: it failed). The search learns from them and never asks for them
         again.
-
-        Raises SpaceError if the kernels are of several families or have different parameters, and if the
-        budget is invalid.
         """
-        for candidate in ranked[1:]:
-            if _kind(candidate) != _kind(ranked[0]):
-                raise SpaceError(f"a search needs candidates of one family; got {ranked[0]} and {candidate}")
         self.ranked = list(ranked)
         """The kernels, each at its model-best launch, best first."""
         self._plan = plan
@@ -161,12 +154,7 @@ class Search:
         return batch
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
-        """What came of a candidate: its speed relative to the baseline, or None when it failed.
-
-        Raises ValueError if the value is not a positive number.
-        """
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ValueError(f"value {value} of {candidate}: a positive ratio, or None for a failure")
+        """What came of a candidate: its speed relative to the baseline, or None when it failed."""
         self.results[candidate] = value
 
     # The stages are one generator of candidates. It yields None when it needs the values of all earlier ones.
@@ -420,8 +408,3 @@ def _spread(ranked: Sequence[Candidate], trusted: int) -> list[Candidate]:
 
 def _tile_and_cluster(candidate: Candidate) -> tuple[Value | None, ...]:
     return tuple([candidate.params.get(name) for name in (*_TILE, *_CLUSTER)])
-
-
-def _kind(candidate: Candidate) -> tuple[str, ...]:
-    """The family, and the names of the parameters."""
-    return candidate.family, *dict(candidate.compile_params)
