@@ -223,14 +223,15 @@ class Largest(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return distribution.high if hasattr(distribution, "high") else distribution.choices[-1]
 
 
-def test_a_sampler_of_infeasible_points_ends_and_says_which_rule_it_was() -> None:
+def test_a_sampler_of_infeasible_points_ends_and_its_study_has_the_rule() -> None:
     study = study_of_landscape(sampler=Largest())
     run(study)
     tried = [t for t in study.study.trials if t.state == TrialState.COMPLETE]
     assert len(tried) <= 4 + len(LIBRARY)
-    assert "suggestions are infeasible" in study.order.note and "smem_capacity" in study.order.note
-    assert str(sum(t.state == TrialState.PRUNED for t in study.study.trials)) in study.order.note
-    assert study.order.note.endswith("; another --sampler continues")
+    assert "last 100 suggestions lead to no new candidate" in study.order.note
+    assert study.order.note.endswith(f"after {len(tried) - len(LIBRARY)} trials; another --sampler continues")
+    pruned = [t for t in study.study.trials if t.state == TrialState.PRUNED]
+    assert {t.user_attrs["rule"] for t in pruned} == {"smem_capacity"}
 
 
 class FirstBest(Largest):
@@ -245,11 +246,7 @@ class FirstBest(Largest):
 def test_a_search_that_ends_for_want_of_suggestions_says_so_though_some_were_feasible() -> None:
     study = study_of_landscape(sampler=FirstBest(), trials=90)
     run(study)
-    assert re.fullmatch(
-        r"\d+ of the sampler's \d+ suggestions are infeasible, \d+ of them by the rule smem_capacity, so the "
-        r"search ended after \d trials; another --sampler continues",
-        study.order.note,
-    )
+    assert re.search(r"so the search ended after \d trials; another --sampler continues", study.order.note)
 
 
 def test_a_sampler_learns_what_was_known_before() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,18 +117,6 @@ def test_one_that_will_be_the_tuning_database_is_refused(
     server = sqlalchemy.make_url("postgresql+psycopg://theirs@localhost/tuning")
     with pytest.raises(StudyError, match="is a tuning database"):
         Studies("postgresql+psycopg://ours:secret@127.0.0.1:5432/tuning", database=server)
-
-
-def test_a_locked_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "study.log"
-    kept(str(path), searched())
-    with path.open("ab") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(StudyError, match=r"study\.log is locked by another process"):
-            Studies(str(path))
-    Path(f"{path}.lock").symlink_to(path)
-    with pytest.raises(StudyError, match=r"locked by another process.*remove .*study\.log\.lock"):
-        Studies(str(path))
 
 
 def test_a_locked_database_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +55,7 @@ class Delegate:
         self._verdict, self._reject = verdict, reject
         self.trials = self._left = trials
         self.note = ""
-        """Why the search ended before its trials were spent, or a remark that no suggestion was feasible."""
+        """Why the search ended before its trials were spent."""
         self._lists = value_lists(searches)
         self._kernels = Kernels(searches, self._lists)
         self._distributions = self._kernels.distributions
@@ -65,8 +64,6 @@ class Delegate:
         self._suggested: dict[Candidate, optuna.trial.Trial] = {}
         """The suggestion that led to each candidate without a value yet; samplers see it as running."""
         self._seen: set[tuple[Any, ...]] = set()
-        self._rejected: Counter[str] = Counter()
-        self._suggestions = 0
         for search in searches:
             for candidate, value in search.results.items():
                 if value is not None:
@@ -86,18 +83,20 @@ class Delegate:
         exhausted."""
         batch: list[Candidate] = []
         skipped = 0
-        while self._left and len(batch) < min(count, _BATCH) and skipped < _MAX_SKIPS:
+        while self._left and self._distributions and len(batch) < min(count, _BATCH) and skipped < _MAX_SKIPS:
             candidate = self._suggest()
             if candidate is None:
                 skipped += 1
-                if not self._suggestions:
-                    break  # there are no candidates
                 continue
             skipped = 0
             self._searches[candidate.family].claim(candidate)
             batch.append(candidate)
             self._left -= 1
-        self.note = self._note(skipped)
+        if skipped == _MAX_SKIPS:
+            self.note = (
+                f"the sampler's last {skipped} suggestions lead to no new candidate, so the search ended "
+                f"after {self.trials - self._left} trials; another --sampler continues"
+            )
         return batch
 
     def tell(self, candidate: Candidate, value: float | None) -> None:
@@ -106,32 +105,12 @@ class Delegate:
             self._searches[candidate.family].tell(candidate, value)
             self._learn(candidate, value)
 
-    def _note(self, skipped: int) -> str:
-        infeasible = self._rejected.total()
-        if not infeasible or (skipped < _MAX_SKIPS and infeasible < self._suggestions):
-            return ""
-        rule, most = self._rejected.most_common(1)[0]
-        if skipped < _MAX_SKIPS:
-            outcome = "; the nearest candidates were measured in their place"
-        else:
-            tried = self.trials - self._left
-            outcome = (
-                f", so the search ended after {tried} trial{'s' * (tried != 1)}; another --sampler continues"
-            )
-        return (
-            f"{infeasible} of the sampler's {self._suggestions} suggestions are infeasible, {most} of them "
-            f"by the rule {rule}{outcome}"
-        )
-
     def _suggest(self) -> Candidate | None:
         """Return the sampler's suggestion or the nearest untried candidate; None if the suggestion leads to
         no new candidate.
         """
-        if not self._distributions:
-            return None
         with self._asked():
             trial = self._learned().ask(self._distributions)
-        self._suggestions += 1
         point = self._decode(trial.params)
         search = self._searches[point.family]
         chosen = point if search.is_open(point) else None
@@ -139,7 +118,6 @@ class Delegate:
             is_repeated = tuple(trial.params.values()) in self._seen
             self._seen.add(tuple(trial.params.values()))
             if point not in search.results and not (verdict := self._verdict(point)):
-                self._rejected[verdict.rule or ""] += 1
                 self._reject(point, verdict)
             if not is_repeated:  # a repeated infeasible point leads to no new candidate
                 near = self._kernels.near(point.family, trial.params)

@@ -8,9 +8,7 @@ table `alembic_version`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     import optuna
     from sqlalchemy import URL
 
-#: Seconds for which another process may hold a file before it counts as locked.
+#: Seconds for which another process may hold an SQLite file before it counts as locked.
 LOCKED_S = 3.0
 #: Tables that together identify a tuning database.
 _OURS = {"fingerprints", "problems", "candidates", "measurements"}
@@ -182,7 +180,7 @@ def _of_url(location: str, database: Path | URL) -> Any:
 
 
 def _check_file(path: Path, database: Path | URL) -> None:
-    """Check a file. Raises StudyError if it is no journal, or if another process holds it."""
+    """Check a file. Raises StudyError if it is no journal, or cannot be written."""
     import sqlalchemy
 
     _refuse_same(path, database, str(path))
@@ -201,7 +199,8 @@ def _check_file(path: Path, database: Path | URL) -> None:
             raise StudyError(f"study {path}: an SQLite file; give it as sqlite:///{path}")
         if head and not (head.startswith(b"{") and b'"op_code"' in head):  # Optuna appends to any file
             raise StudyError(f"study {path}: not an Optuna journal; give another file")
-        _check_lock(path)
+        with path.open("ab"):
+            pass  # it can be written; Optuna waits for its lock, and ends one that nobody holds
     except OSError as error:
         raise StudyError(f"study {path} cannot be written ({error.strerror}); give another file") from None
 
@@ -211,24 +210,6 @@ def _refuse_other(path: Path, location: str) -> None:
     if (result := kind(path.stat().st_mode) if path.exists() else None) is not None:
         remedy = "a file in it" if result == "a folder" else "a file"
         raise StudyError(f"study {_hidden(location)}: {result}; give {remedy}")
-
-
-def _check_lock(path: Path) -> None:
-    lock = path.with_name(path.name + ".lock")
-    deadline = time.monotonic() + LOCKED_S
-    while True:
-        held = lock.is_symlink() or lock.exists()
-        if not held:
-            with path.open("ab") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return
-                except BlockingIOError:
-                    held = True
-        if time.monotonic() >= deadline:
-            hint = f", or remove {lock} if there is none" if lock.is_symlink() or lock.exists() else ""
-            raise StudyError(f"study {path} is locked by another process; wait for it to end{hint}")
-        time.sleep(0.05)  # until the deadline above: nothing tells when another process lets go
 
 
 def _refuse_same(path: Path, database: Path | URL, location: str) -> None:
