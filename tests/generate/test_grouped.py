@@ -14,7 +14,7 @@ from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.sources import hash_of_code
 from tunegemm.model.grouped import GroupedChoice, candidate_of, kinds, listed
 from tunegemm.testing import TOO_LARGE, Examples, Rejection
-from tunegemm.testing.examples import compile_all
+from tunegemm.testing.suite import compile_all
 
 SHAPE = "4096x2048x7168"
 GOOD = {

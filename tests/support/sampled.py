@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tunegemm.testing.examples import Examples
+from tunegemm.testing.suite import Examples
 
 Value = TypeVar("Value")
 

@@ -91,8 +91,6 @@ class Planner:
         """Those on which products were planned, by index; None for one that cannot be found."""
         self.states = States()
         """The state of each policy. A state is replaced as a whole, so it can be read without a lock."""
-        self._suspended: States | None = None
-        """The states from before `suspend`."""
         self._mode: Mode | None = None
         self.next_look = 0.0
         """When to check next for published records."""
@@ -141,25 +139,26 @@ class Planner:
         observe_groups does the same for gated groups.
         """
         mode = self.mode
-        with self.lock:
-            self._mode = "off"
-            before, old = self.states, self.state
-            self._suspended, self.states = before, before.renew()
-            self.states.put(State(old.policy, old.snapshot))
-            self.observe, self.observe_groups = observe, observe_groups
+        with self.lock:  # calls that are known would launch whatever the mode is
+            self._mode, self.observe, self.observe_groups = "off", observe, observe_groups
+            kept = {state: state.launches for state in self.states.all()}
+            for state in kept:
+                state.launches = {}
+                state.forget_checks()
 
         def resume() -> None:
             with self.lock:
                 self._mode, self.observe, self.observe_groups = mode, None, None
-                before.use(self.states.policy)
-                self._suspended, self.states = None, before
+                for state in self.states.all():
+                    state.launches = kept.get(state, {})
+                    state.forget_checks()
 
         return resume
 
     def tuned(self) -> list[tuple[Problem, Record]]:
         """The problems that have a plan with a tuned kernel, and the record of each."""
         with self.lock:
-            plans = [plan for state in self._every_state() for plan in state.plans.values()]
+            plans = [plan for state in self.states.all() for plan in state.plans.values()]
         return [(p.problem, p.record) for p in plans if p and p.problem is not None and p.record is not None]
 
     @property
@@ -223,7 +222,7 @@ class Planner:
         if best is None or (record is not None and best.candidate == record.candidate):
             return
         with self.lock:
-            for state in self._every_state():
+            for state in self.states.all():
                 state.snapshot = None  # read on the next product without a plan
                 state.forget(problem)
 
@@ -237,7 +236,7 @@ class Planner:
             if time.monotonic() < self.next_look:
                 return self.state
             self.next_look = time.monotonic() + LOOK_SECONDS
-            for old in self._every_state():
+            for old in self.states.all():
                 changed = False
                 with suppress(Exception):  # `_read_records` has warned of it
                     changed = old.snapshot is not None and self._modified() != old.snapshot.modified
@@ -249,9 +248,6 @@ class Planner:
                     }
                     self.states.put(new)
             return self.state
-
-    def _every_state(self) -> list[State]:
-        return [*self.states.all(), *(self._suspended.all() if self._suspended else ())]
 
     def _make_plan(self, state: State, key: tuple[Any, ...], call: Call) -> Plan | None:
         form, a, b, tensors, _, out = call
@@ -555,7 +551,7 @@ class Planner:
     def _serve_compiled(self, kernel: str) -> None:
         """Plan the calls again that wait for a kernel, which is now compiled or failed to compile."""
         with self.lock:
-            for state in self._every_state():
+            for state in self.states.all():
                 state.forget_missing(kernel)
 
     def _records(self, state: State, name: str) -> Snapshot:

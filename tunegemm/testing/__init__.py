@@ -23,14 +23,16 @@ except ModuleNotFoundError as error:
 
 pytest.register_assert_rewrite("tunegemm.testing.suite")
 
-from tunegemm.testing.examples import (  # noqa: E402
+from tunegemm.testing.suite import (  # noqa: E402
     OTHERWISE,
     TOO_LARGE,
+    CompileTests,
     Examples,
+    FamilyTests,
+    GeneratorTests,
     Rejection,
     compile_all,
 )
-from tunegemm.testing.suite import CompileTests, FamilyTests, GeneratorTests  # noqa: E402
 
 __all__ = [
     "OTHERWISE", "TOO_LARGE", "CompileTests", "Examples", "FamilyTests", "GeneratorTests", "Rejection",
