@@ -145,7 +145,7 @@ def near_records(
     others = (
         (other, False)
         for alike in ((problem, plain) if plain != problem else (problem,))
-        for other in snapshot.around(alike, math.inf)
+        for other in snapshot.around(alike)
     )
     asked = itertools.chain(same, others if everywhere else ())
     result = (

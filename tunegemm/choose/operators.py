@@ -43,11 +43,6 @@ class Operator:
     """Why `tunegemm.enable` does not serve the operator; empty if it does. `tunegemm.record` records the
     operator in both cases."""
 
-    @property
-    def served(self) -> bool:
-        """Whether `tunegemm.enable` serves it."""
-        return not self.refusal
-
 
 OPERATORS = {
     "mm": Operator(),

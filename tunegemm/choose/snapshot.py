@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -90,21 +89,17 @@ class Snapshot:
             known = self._usable[key] = [record for record in result if record is not None]
         return known
 
-    def around(self, problem: Problem, doublings: float) -> Iterator[Problem]:
-        """Recorded problems that differ in extents alone, by at most `doublings`, the nearest first."""
+    def around(self, problem: Problem) -> Iterator[Problem]:
+        """Recorded problems that differ in extents alone, the nearest first."""
         m, n, k, *others = cells_of(problem)
-        groups = self._extents.get(tuple(others), {})
-        apart = ((abs(math.log2(group[0] / n)) + abs(math.log2(group[1] / k)), *group, 0) for group in groups)
-        heap = [group for group in apart if group[0] <= doublings]
-        heapq.heapify(heap)
-        while heap:  # a group is as near as its nearest m can be
-            distance, other_n, other_k, other_m = heapq.heappop(heap)
-            if other_m:
-                yield replace(problem, m=other_m, n=other_n, k=other_k)
-                continue
-            for item in groups[other_n, other_k]:
-                if (whole := distance + abs(math.log2(item / m))) <= doublings:
-                    heapq.heappush(heap, (whole, other_n, other_k, item))
+        groups = self._extents.get(tuple(others), {}).items()
+        found = ((each, *group) for group, extents in groups for each in extents)
+
+        def doublings(extents: tuple[int, int, int]) -> float:
+            return sum(abs(math.log2(x / y)) for x, y in zip(extents, (m, n, k), strict=True))
+
+        for other_m, other_n, other_k in sorted(found, key=doublings):
+            yield replace(problem, m=other_m, n=other_n, k=other_k)
 
     def judged(self, problem: Problem, fingerprint: Fingerprint) -> list[tuple[Judgement, Record]]:
         """The problem's records, best first, with the judgement of each on a device with this fingerprint.

@@ -210,8 +210,10 @@ class ReplayDevice:
 
 def replay_names(root: Path | None = None) -> list[str]:
     """Names of the recorded devices under `root` (default: the shipped db/sweeps/)."""
-    root = _root(root)
-    return sorted(path.parent.name for path in root.glob("*/device.json")) if root else []
+    try:
+        return sorted(path.parent.name for path in (root or _shipped()).glob("*/device.json"))
+    except FileNotFoundError:  # without the package's data
+        return []
 
 
 def open_replay(name: str, *, root: Path | None = None) -> ReplayDevice:
@@ -224,14 +226,9 @@ def open_replay(name: str, *, root: Path | None = None) -> ReplayDevice:
     if name not in known:
         listed = f"recorded: {', '.join(known)}" if known else "there are no recordings; use model:h200"
         raise DeviceError(f"device 'replay:{name}': no such recording; {listed}")
-    folder = _root(root) / name  # type: ignore[operator]
+    folder = (root or _shipped()) / name
     return ReplayDevice(name, read_device(folder / "device.json", f"replay:{name}"), folder)
 
 
-def _root(root: Path | None) -> Path | None:
-    if root is not None:
-        return root
-    try:
-        return data_path("db", "sweeps")
-    except FileNotFoundError:
-        return None
+def _shipped() -> Path:
+    return data_path("db", "sweeps")

@@ -175,4 +175,4 @@ def _serving(name: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 #: The products of two matrices. Rooms with other products add theirs to `extension.operators`.
-_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if operator.served}
+_SERVED = {name: _serving(name) for name, operator in OPERATORS.items() if not operator.refusal}
