@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch.checked import Checked, Extent, share_memory
 from tunegemm.dispatch.launchers import are_apart, is_apart_from
+from tunegemm.dispatch.operation import Checked, Extent, share_memory
 from tunegemm.errors import ProblemError
 from tunegemm.measure.operands import make_operands
 

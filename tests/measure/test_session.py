@@ -11,10 +11,10 @@ from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.measure import session as own
-from tunegemm.measure.messages import Broken, Discover, Done, Measure, Step
 from tunegemm.measure.outcome import Failure
 from tunegemm.measure.session import SETTLE_STEADY_MS, Bench, Entry, Lost, Session
 from tunegemm.measure.settings import RaceSettings
+from tunegemm.measure.worker import Broken, Discover, Done, Measure, Step
 
 DEVICE, PROBLEM = find_device("model:h200"), Problem(64, 64, 64)
 CANDIDATE = Candidate.make("planted", {"what": "good"})

@@ -11,7 +11,6 @@ from tests.choose.test_neighbours import kernel
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.messages import add_seconds
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement
 from tunegemm.measure.statistics import (
     NOISE_FLOOR,
@@ -28,6 +27,7 @@ from tunegemm.measure.statistics import (
     tie,
     winner,
 )
+from tunegemm.measure.worker import add_seconds
 
 PROBLEM, KERNEL = Problem(64, 64, 64), kernel()
 

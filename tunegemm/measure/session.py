@@ -33,11 +33,11 @@ from tunegemm.generate.launching import Launcher
 from tunegemm.measure import exact, groups
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, CudaBackend, metered_mj, warm_us
-from tunegemm.measure.messages import Broken, Discover, Done, Measure, Result, Step, add_seconds
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
 from tunegemm.measure.race import Replay, race, steady_race
 from tunegemm.measure.settings import Job, RaceSettings
 from tunegemm.measure.statistics import aa_noise
+from tunegemm.measure.worker import Broken, Discover, Done, Measure, Result, Step, add_seconds
 
 #: Most products in one replay: more graph nodes cost more to instantiate than they gain in precision.
 _MAX_PRODUCTS = 512

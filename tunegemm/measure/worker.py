@@ -1,4 +1,6 @@
-"""The parent's side: keeps a measuring process alive, and identifies the candidate that ended it."""
+"""The parent's side: keeps a measuring process alive, and identifies the candidate that ended it. It also has
+the messages between the two.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import IO, Any, Self
 
@@ -17,8 +20,7 @@ from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError, MeasureError, one_line
-from tunegemm.measure import messages
-from tunegemm.measure.outcome import Failure, Outcome
+from tunegemm.measure.outcome import Failure, Outcome, Stage
 from tunegemm.measure.settings import SCREEN, Job, RaceSettings
 
 CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
@@ -27,6 +29,71 @@ CUDA_BACKEND = "tunegemm.measure.backend:CudaBackend"
 _SETUP_SECONDS = 300.0
 
 _CHILD = "import sys; from tunegemm.measure.session import main; main(int(sys.argv[2]), sys.argv[1])"
+
+
+# To the child, after its device:
+@dataclass(frozen=True)
+class Measure:
+    """A request: one `Result` per job, then `Done`."""
+
+    problem: Problem
+    jobs: tuple[Job, ...]
+    settings: RaceSettings
+    function: str = ""
+    """Source of the user's function that is the problem's epilogue, which the measuring process lacks."""
+
+
+@dataclass(frozen=True)
+class Discover:
+    """A request: `Done` with the candidates that the libraries name for a problem."""
+
+    problem: Problem
+
+
+def add_seconds(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add the seconds of phases to earlier ones."""
+    for name, seconds in more.items():
+        total[name] = total.get(name, 0.0) + seconds
+
+
+# And to the parent:
+@dataclass(frozen=True)
+class Step:
+    """About to do something that may not return."""
+
+    job: int | None
+    """Index in the jobs of the request; None if the step belongs to no candidate."""
+    stage: Stage
+    """The stage of a failure in this step, unless it is a hang or a crash."""
+    device_seconds: float = 0.0
+    """Expected device time of this step, beyond the usual."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a job."""
+
+    job: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Done:
+    """A request is answered."""
+
+    value: Any = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of its phases."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The session ends: this process cannot use the device any more."""
+
+    job: int | None
+    """The job that broke it; None if the device cannot be used at all."""
+    reason: str
+    stage: Stage = "crash"
 
 
 class MeasureWorker:
@@ -86,12 +153,12 @@ class MeasureWorker:
         Raises MeasureError if the library or the GPU fails.
         """
         child = self._started()
-        child.connection.send(messages.Discover(problem))
+        child.connection.send(Discover(problem))
         message = self._receive(child, _SETUP_SECONDS)
-        while isinstance(message, messages.Step):
+        while isinstance(message, Step):
             message = self._receive(child, _SETUP_SECONDS)
-        if isinstance(message, messages.Done):
-            messages.add_seconds(self.seconds, message.seconds)
+        if isinstance(message, Done):
+            add_seconds(self.seconds, message.seconds)
             return list(message.value)
         self.close()
         raise MeasureError(f"asking the library for algorithms of {problem} failed: {message.reason}")
@@ -116,7 +183,7 @@ class MeasureWorker:
             child = self._started()
             function = problem.fused.function
             source = function.source if function else ""
-            child.connection.send(messages.Measure(problem, tuple(jobs), settings, source))
+            child.connection.send(Measure(problem, tuple(jobs), settings, source))
             answered: set[int] = set()
             finished = False
             try:
@@ -133,16 +200,16 @@ class MeasureWorker:
 
     def _outcomes(self, child: Child, problem: Problem, jobs: list[Job]) -> Iterator[tuple[int, Outcome]]:
         """Outcomes of one request, with the index of each job; stops early if a candidate ends the child."""
-        step = messages.Step(None, "load")
+        step = Step(None, "load")
         while True:
             limit_s = _SETUP_SECONDS if step.job is None else self._timeout_s
             message = self._receive(child, limit_s + step.device_seconds, step.job)
-            if isinstance(message, messages.Step):
+            if isinstance(message, Step):
                 step = message
-            elif isinstance(message, messages.Result):
+            elif isinstance(message, Result):
                 yield message.job, message.outcome
-            elif isinstance(message, messages.Done):
-                messages.add_seconds(self.seconds, message.seconds)
+            elif isinstance(message, Done):
+                add_seconds(self.seconds, message.seconds)
                 return
             else:
                 self.close()
@@ -157,8 +224,8 @@ class MeasureWorker:
             if child.connection.poll(limit_s):
                 return child.connection.recv()
         except (EOFError, OSError):
-            return messages.Broken(job, child.last_words())
-        return messages.Broken(job, f"no answer within {limit_s:.3g} s", "timeout")
+            return Broken(job, child.last_words())
+        return Broken(job, f"no answer within {limit_s:.3g} s", "timeout")
 
     def _started(self) -> Child:
         """The child, started if there is none. Raises MeasureError if it cannot use the device."""
@@ -168,10 +235,10 @@ class MeasureWorker:
             with suppress(OSError):  # it has ended already; its last message is read next
                 self._child.connection.send(self._device)
             message = self._receive(self._child, _SETUP_SECONDS)
-            if not isinstance(message, messages.Done):
+            if not isinstance(message, Done):
                 self.close()
                 raise MeasureError(f"the measuring process cannot use {self._device.spec}: {message.reason}")
-            messages.add_seconds(self.seconds, {"start": time.monotonic() - began})
+            add_seconds(self.seconds, {"start": time.monotonic() - began})
         return self._child
 
 
