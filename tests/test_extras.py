@@ -130,7 +130,7 @@ def test_online_tuning_says_what_it_lacks(run: Run) -> None:
         """
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
-from tunegemm.dispatch.online import OnlineTuning
+from tunegemm.dispatch.background import OnlineTuning
 online = OnlineTuning(wait=lambda device: True)
 online.later(Problem(64, 64, 64), find_device("model:h200"), (), lambda _, warning: print(warning))
 while not online.is_idle:

@@ -31,9 +31,9 @@ from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.dispatch import online as online_tuning
+from tunegemm.dispatch import background
+from tunegemm.dispatch.background import OnlineTuning, wait_until_idle
 from tunegemm.dispatch.launchers import TORCH, Prepared
-from tunegemm.dispatch.online import OnlineTuning, wait_until_idle
 from tunegemm.errors import DeviceError, MeasureError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import PREDICTED_RATIO
@@ -520,7 +520,7 @@ def test_a_budget_is_spent_product_by_product(
         said.append(warning)
 
     monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "20")
-    monkeypatch.setattr(online_tuning, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=lambda: now[0]))
     tuning = OnlineTuning(measuring=lambda device: nullcontext(measure), wait=wait)  # type: ignore[arg-type]
     for m in range(1, 9):
         tuning.later(Problem(m, 64, 64), DEVICE, (), notify)

@@ -15,9 +15,9 @@ from tests.support.waiting import until
 from tunegemm.choose.policies import read_mode, read_switch
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.background import OnlineTuning
 from tunegemm.dispatch.dispatcher import Dispatcher
 from tunegemm.dispatch.launchers import Prepared
-from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.errors import ArtifactError
 
 N, K = 48, 64
@@ -134,7 +134,7 @@ def test_the_budget_is_the_processs(monkeypatch, device):
 @pytest.mark.slow
 def test_online_loads_the_search_when_it_is_needed_only(forks):
     code = (
-        "import sys, tunegemm.dispatch.online as online\n"
+        "import sys, tunegemm.dispatch.background as online\n"
         "assert not {'optuna', 'sqlalchemy', 'tunegemm.tuning.tuner'} & set(sys.modules)"
     )
     done = forks.run(code, env=os.environ)

@@ -14,8 +14,8 @@ from tunegemm.choose.predictions import Fitted
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch.background import OnlineTuning
 from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.planning import Planner
 from tunegemm.measure.evidence import Evidence
 from tunegemm.measure.outcome import PREDICTED_RATIO

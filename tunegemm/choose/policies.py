@@ -166,7 +166,7 @@ _JUDGES: dict[str, Callable[[Problem, Candidate], str]] = {
 #: ``TUNEGEMM_MODE``. ``off``: torch computes every product. ``exact``: kernels serve recorded problems only.
 #: ``predict``: kernels also serve problems for which measurements of other problems promise a gain.
 #: ``online``: as ``predict``, and problems without a record are measured or tuned when the GPU is idle
-#: (`dispatch.online`).
+#: (`dispatch.background`).
 Mode = Literal["off", "exact", "predict", "online"]
 DEFAULT: Mode = "predict"
 

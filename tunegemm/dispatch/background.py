@@ -1,10 +1,15 @@
-"""Compiles recorded kernels that cannot be launched here; torch computes meanwhile.
+"""Compiles kernels and tunes products while calls are served by what there is.
 
-Kernels may be missing in a wheel, or be for another minor version of the DSL, an older driver or a damaged
-pack; their sources are always there. A call only requests a kernel. One thread hands requests to a
-`CompilePool`, whose workers see no GPU and run at low priority; the pool closes when nothing waits. Objects
-go to the user's store. Then plans that fell back for want of an object are dropped, so the next calls find
-it.
+`BackgroundCompiler` compiles recorded kernels that cannot be launched here; torch computes meanwhile. Kernels
+may be missing in a wheel, or be for another minor version of the DSL, an older driver or a damaged pack;
+their sources are always there. A call only requests a kernel. One thread hands requests to a `CompilePool`,
+whose workers see no GPU and run at low priority; the pool closes when nothing waits. Objects go to the user's
+store. Then plans that fell back for want of an object are dropped, so the next calls find it.
+
+`OnlineTuning` is ``TUNEGEMM_MODE=online``: it tunes problems without a record while the GPU is idle, within a
+time budget. Calls are served as in ``predict`` and wait for nothing. A thread measures predicted kernels
+(`tuning.verify`), and tunes problems without a prediction. The first such problem loads the search, its
+compile workers and its measuring worker. Results are published, so the next process has them as records.
 """
 
 from __future__ import annotations
@@ -13,21 +18,27 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
+from tunegemm import extras
 from tunegemm.compile.artifacts import ArtifactStore, Key, digest
-from tunegemm.describe.device import Device
+from tunegemm.describe.device import Device, TelemetryReader
+from tunegemm.describe.problem import Problem
 from tunegemm.dispatch.notices import named_error
-from tunegemm.errors import ArtifactError, TunegemmError, is_transient, one_line
+from tunegemm.errors import ArtifactError, ProblemError, SpaceError, TunegemmError, is_transient, one_line
 from tunegemm.generate import families
 from tunegemm.store.record import Record
 
 if TYPE_CHECKING:  # a program whose kernels are all here imports neither pool nor workers
+    from tunegemm.choose.neighbours import Offer
     from tunegemm.compile.pool import CompilePool, CompileResult
+    from tunegemm.tuning.progress import TuneResult
+    from tunegemm.tuning.verify import Measure
 
 #: How long one kernel may take: workers of low priority wait for others, and nobody waits for them.
 _TIMEOUT_S = 600.0
@@ -35,6 +46,18 @@ _MOST_WORKERS = 4
 #: Seconds until the next attempt, if the machine could not compile a kernel, as when memory runs out. After
 #: the last attempt this process gives the kernel up.
 RETRY_AFTER_S = (1.0, 15.0, 120.0)
+
+#: Seconds of tuning for one problem, at most; about 4 if its kernels are already compiled.
+PER_PROBLEM_S = 15.0
+#: The GPU is idle if no kernel ran at this many consecutive looks, this many seconds apart.
+_IDLE_LOOKS, _LOOK_S = 3, 1.0
+#: Seconds of measuring before the next check that the GPU is idle.
+_MEASURE_S = 5.0
+
+_SPENT = (
+    "the budget for online tuning is spent; new products run as in mode predict; "
+    "TUNEGEMM_ONLINE_BUDGET=SECONDS raises it"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +182,7 @@ class BackgroundCompiler:
                         ends = not under_way and self._news.empty()
                         self._is_running = not ends
         except BaseException as error:  # for example no pool: else nobody would notice
-            self._log(error)
+            _log_once(self._logged, "compiling in the background", error)
             if not ends:
                 jobs = [*under_way.values()]
                 with self._lock:
@@ -202,7 +225,7 @@ class BackgroundCompiler:
                 self._refusal = self._refusal or one_line(error)
                 pool.drop_waiting()
             else:
-                self._log(error)
+                _log_once(self._logged, "compiling in the background", error)
                 self._failures[job.kernel] = named_error(error)
         if artifact is not None and "cutlass_dsl" in job.key:
             with suppress(Exception):  # the load reports it
@@ -218,7 +241,7 @@ class BackgroundCompiler:
             # This order also drops a plan made at the same time.
             self._ready(job.kernel)
         except Exception as error:
-            self._log(error)
+            _log_once(self._logged, "compiling in the background", error)
         with self._lock:
             self._asked.discard(job.kernel)
 
@@ -241,8 +264,155 @@ class BackgroundCompiler:
             self._failures[job.kernel] = "a thread cannot start"
             self._tell(job)
 
-    def _log(self, error: BaseException) -> None:
-        """Logs each kind of error once."""
-        if (reason := named_error(error)) not in self._logged:
-            self._logged.add(reason)
-            _log.warning("compiling in the background: %s; continuing", reason, exc_info=error)
+
+def _log_once(logged: set[str], doing: str, error: BaseException) -> None:
+    """Log each kind of error once."""
+    if (reason := named_error(error)) not in logged:
+        logged.add(reason)
+        _log.warning("%s: %s; continuing", doing, reason, exc_info=error)
+
+
+class _Waiting(NamedTuple):
+    """A problem without a record."""
+
+    problem: Problem
+    device: Device
+    options: Sequence[Offer]
+    """The kernels that serve it; empty if it should be tuned."""
+    notify: Callable[[TuneResult | None, str], None]
+
+
+class OnlineTuning:
+    """A process's tuning budget and the queue that spends it."""
+
+    def __init__(
+        self,
+        *,
+        measuring: Callable[[Device], AbstractContextManager[Measure]] | None = None,
+        wait: Callable[[Device], bool] | None = None,
+    ) -> None:
+        """measuring: measures and tunes; by default `tuning.verify.measuring`. wait: returns when a device is
+        idle, False if that cannot be known; by default `wait_until_idle`.
+        """
+        self._measuring, self._wait = measuring or _measuring, wait or wait_until_idle
+        self._pid = os.getpid()
+        self._tried: set[Problem] = set()
+        self._left_s: float | None = None
+        self._queue: deque[_Waiting] = deque()
+        self._changing_queue = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._logged: set[str] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be measured."""
+        return self._thread is None
+
+    def later(
+        self,
+        problem: Problem,
+        device: Device,
+        options: Sequence[Offer],
+        notify: Callable[[TuneResult | None, str], None],
+    ) -> None:
+        """Have a problem measured when the device is idle, once in this process; without options it is tuned.
+
+        notify: another thread calls it with the result and a warning, which may be empty.
+        """
+        if os.getpid() != self._pid or problem in self._tried:
+            return
+        with self._changing_queue:
+            self._tried.add(problem)
+            self._queue.append(_Waiting(problem, device, options, notify))
+            if self._thread is None:
+                # A daemon: waiting problems do not keep a process from ending.
+                thread = threading.Thread(target=self._measure_all, name="tunegemm-online", daemon=True)
+                with suppress(RuntimeError):  # no thread can start now: the next product tries again
+                    thread.start()
+                    self._thread = thread
+
+    def _measure_all(self) -> None:
+        """Measure until nothing waits. An unexpected error is logged, and only its product is skipped."""
+        while True:
+            with self._changing_queue:
+                if not self._queue:
+                    self._thread = None
+                    return
+                first = self._queue[0]
+            try:
+                ends = self._measure_for_a_while(first) if self._wait(first.device) else (
+                    f"NVML does not say whether {first.device.name} is idle, so nothing is tuned "
+                    "online; use `tunegemm tune` and `tunegemm verify --predicted`"
+                )  # fmt: skip
+            except (TunegemmError, OSError, RuntimeError, ImportError) as error:
+                ends = f"tuning online failed ({one_line(error)})"
+            except BaseException as error:
+                _log_once(self._logged, "tuning online", error)
+                with self._changing_queue:
+                    if self._queue:  # the first is the measured one; earlier ones are gone
+                        self._queue.popleft()
+                continue
+            if ends:  # for the others, too
+                with self._changing_queue:
+                    self._queue.clear()
+                try:
+                    first.notify(None, ends)
+                except BaseException as error:
+                    _log_once(self._logged, "tuning online", error)
+
+    def _measure_for_a_while(self, first: _Waiting) -> str:
+        """Measure a device's queue for some seconds; returns the reason to stop for good, if any."""
+        if self._left_s is None:
+            from tunegemm.search.efforts import online_budget
+
+            self._left_s, warning = online_budget()
+            if warning:
+                first.notify(None, warning)
+        if self._left_s <= 0:
+            return _SPENT
+        start, following = time.monotonic(), first
+        with self._measuring(first.device) as measure:
+            while following.device == first.device:
+                left_s = self._left_s - (time.monotonic() - start)
+                seconds = max(0.0, min(PER_PROBLEM_S, left_s))
+                result, warning = None, ""
+                try:
+                    result = measure(following.problem, following.options, seconds)
+                except (ProblemError, SpaceError) as error:  # concerns only this product
+                    warning = f"tuning {following.problem} online failed ({one_line(error)})"
+                following.notify(result, warning)
+                with self._changing_queue:
+                    self._queue.popleft()
+                    if not self._queue:
+                        break
+                    following = self._queue[0]
+                if time.monotonic() - start > min(_MEASURE_S, self._left_s):
+                    break
+        self._left_s -= time.monotonic() - start
+        return _SPENT if self._left_s <= 0 else ""
+
+
+def wait_until_idle(
+    device: Device,
+    busy_percent: Callable[[], int | None] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Returns when no process ran a kernel on the GPU for some seconds; False if NVML cannot tell.
+
+    busy_percent: by default NVML's, of the device. sleep: waits between looks; tests count its calls.
+    """
+    look = busy_percent or TelemetryReader(device.index).busy_percent
+    quiet = 0
+    while quiet < _IDLE_LOOKS:
+        sleep(_LOOK_S)
+        if (percent := look()) is None:
+            return False
+        quiet = quiet + 1 if percent == 0 else 0
+    return True
+
+
+def _measuring(device: Device) -> AbstractContextManager[Measure]:
+    extras.require("tune")
+    from tunegemm.tuning.verify import measuring
+
+    return measuring(device)

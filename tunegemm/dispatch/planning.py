@@ -1,7 +1,7 @@
 """Makes plans on the first call of a key, off the hot path and mostly under a lock.
 
-Nothing is tuned or compiled here: missing kernels are compiled in the background (`dispatch.background`), and
-mode `online` tunes problems without a record when the GPU is idle (`dispatch.online`).
+Nothing is tuned or compiled here: `dispatch.background` compiles missing kernels, and in mode `online` tunes
+problems without a record when the GPU is idle.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from tunegemm.choose.selection import Selection, read_rivals, recorded, select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, find_device, package_version
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
-from tunegemm.dispatch.background import Answer, BackgroundCompiler, make_pool
+from tunegemm.dispatch.background import Answer, BackgroundCompiler, OnlineTuning, make_pool
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Call, Form, Refusal, describe, named
 from tunegemm.dispatch.guards import allocation, capturing, deterministic
 from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
-from tunegemm.dispatch.online import OnlineTuning
 from tunegemm.dispatch.states import COMPOSED, EARLIER, Composed, State, States, own
 from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
 from tunegemm.generate import families
