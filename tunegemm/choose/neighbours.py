@@ -82,6 +82,10 @@ _TILES_OF_FEW_ROWS = [*_TILES, *_library_tiles((64, 128), (8, 16, 32, 64, 96, 12
 _FEW_ROWS = 128
 
 
+Allows = Callable[[Problem, Candidate], str]
+"""Returns why a candidate must not be used for a problem; empty if it may be."""
+
+
 @dataclass(frozen=True)
 class Offer:
     """A kernel for a problem on which it was not measured."""
@@ -121,7 +125,7 @@ def neighbourhood(
     snapshot: Snapshot,
     problem: Problem,
     device: Device,
-    allows: Callable[[Problem, Candidate], str] = lambda problem, candidate: "",
+    allows: Allows = lambda problem, candidate: "",
 ) -> Offers:
     """The kernels that recorded neighbours offer for a problem, by the rules of this module.
 
@@ -141,20 +145,16 @@ def neighbourhood(
             # The margin of a single neighbour grows with the distance.
             return Offers((), refusal, rows if len(neighbours) == 2 else None, neighbours)
     least = min(neighbour.ratio for neighbour in neighbours)
-    offers: list[tuple[float, int, Offer]] = []
+    offers: list[tuple[int, Offer]] = []
     refusals = []
     for neighbour in neighbours:
-        waves, offer = _offer(neighbour, problem, device, least, margin)
-        if isinstance(offer, str):
-            reason = offer
-        elif not (reason := allows(problem, offer.record.candidate)) and offer.record.ratio < 1 + margin:
-            reason = f"{offer.record.ratio:.3f} x torch expected, {1 + margin:.2f} required"
-        if reason:
-            refusals.append(f"kernel of {neighbour.problem.shape}: {reason}")
+        found = _offer(neighbour, problem, device, allows, least, margin)
+        if isinstance(found, str):
+            refusals.append(f"kernel of {neighbour.problem.shape}: {found}")
         else:
-            assert isinstance(offer, Offer)
-            offers.append((-round(offer.record.ratio, 2), waves, offer))
-    options = tuple(offer for *_, offer in sorted(offers, key=lambda each: each[:2]))
+            offers.append(found)
+    offers.sort(key=lambda found: (-round(found[1].record.ratio, 2), found[0]))
+    options = tuple(offer for _, offer in offers)
     return Offers(options, "" if options else "; ".join(refusals), None, neighbours)
 
 
@@ -209,28 +209,31 @@ def tiles_differ(problem: Problem, neighbour: Problem, candidate: Candidate) -> 
 
 
 def _offer(
-    neighbour: Record, problem: Problem, device: Device, least: float, margin: float
-) -> tuple[int, Offer | str]:
-    """The neighbour's kernel for the problem, or a clause if it is not legal there; and by how many waves
-    its busiest block has more or fewer here.
+    neighbour: Record, problem: Problem, device: Device, allows: Allows, least: float, margin: float
+) -> tuple[int, Offer] | str:
+    """The neighbour's kernel for the problem, after the change in waves of its busiest block; or why not, in
+    one clause.
     """
     candidate = neighbour.candidate
     try:
         if "l2_hint" in candidate.params:
             candidate = candidate.with_launch(l2_hint=model.l2_hint(problem, candidate))
         if not (verdict := families.get(candidate.family).check(problem, candidate, device)):
-            return 0, str(verdict)
+            return str(verdict)
         if differ := tiles_differ(problem, neighbour.problem, candidate):
-            return 0, differ
+            return differ
         there = model.predict(neighbour.problem, neighbour.candidate, device)
         here = model.predict(problem, candidate, device)
     except (SpaceError, KeyError, TypeError) as error:  # a stored candidate: damaged or of another version
-        return 0, str(error)
+        return str(error)
     torch = library_us(problem, device) / library_us(neighbour.problem, device)
     expected = min(neighbour.ratio * torch * there.total_us / here.total_us, least)
+    required = f"{expected:.3f} x torch expected, {1 + margin:.2f} required"
+    if (reason := allows(problem, candidate)) or expected < 1 + margin:
+        return reason or required
     basis = (
         f"from {neighbour.problem.shape} ({neighbour.ratio:.3f} x torch there, {there.waves} waves; "
-        f"{here.waves} here): {expected:.3f} x torch expected, {1 + margin:.2f} required"
+        f"{here.waves} here): {required}"
     )
     result = replace(neighbour, problem=problem, candidate=candidate, ratio=expected)
     return abs(here.waves - there.waves), Offer(result, basis, neighbour)

@@ -24,7 +24,7 @@ import numpy as np
 
 from tunegemm.choose.forest import Forest, read
 from tunegemm.choose.invariance import best_ranked, features_of
-from tunegemm.choose.neighbours import Offer, Offers, library_us
+from tunegemm.choose.neighbours import Allows, Offer, Offers, library_us
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
@@ -52,8 +52,6 @@ FROM_ROWS, RANGES, SURELY = 256, 8, 0.02
 #: The most leads kept for ends of ranges.
 MOST_LEADS = 4096
 
-Allows = Callable[[Problem, Candidate], str]
-"""Returns why a candidate must not be used for a problem; empty if it may be."""
 Asks = Callable[[Problem, int], LibraryChoice | None]
 """Returns the choice of torch's library for a problem on the device with an index; None if unknown."""
 

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     Sampler = str | optuna.samplers.BaseSampler
 
 ROOFLINE = "roofline"
-#: Optuna's class for each name, and the packages that it needs in addition to Optuna's own.
+#: The class that each name stands for, and the packages that it needs in addition to Optuna's own.
 _OPTUNAS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tpe": ("TPESampler", ()),
-    "gp": ("GPSampler", ("scipy", "torch")),
-    "random": ("RandomSampler", ()),
-    "cmaes": ("CmaEsSampler", ("cmaes",)),
+    "tpe": ("optuna.samplers:TPESampler", ()),
+    "gp": ("optuna.samplers:GPSampler", ("scipy", "torch")),
+    "random": ("optuna.samplers:RandomSampler", ()),
+    "cmaes": ("optuna.samplers:CmaEsSampler", ("cmaes",)),
 }
 NAMES = (ROOFLINE, *_OPTUNAS)
 
@@ -45,16 +45,12 @@ def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSam
                 "or an instance of Optuna's BaseSampler"
             )
         return sampler
-    if sampler in _OPTUNAS:
-        name, packages = _OPTUNAS[sampler]
-        for package in packages:
-            if importlib.util.find_spec(package) is None:
-                raise SpaceError(f"sampler {sampler} needs {package}: pip install 'tunegemm[samplers]'")
-        import optuna
-
-        return _made(getattr(optuna.samplers, name), sampler, seed)
-    module, separator, name = sampler.partition(":")
-    if not separator or not module or not name.isidentifier():
+    path, packages = _OPTUNAS.get(sampler, (sampler, ()))
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise SpaceError(f"sampler {sampler} needs {package}: pip install 'tunegemm[samplers]'")
+    module, _, name = path.partition(":")
+    if not module or not name.isidentifier():
         raise SpaceError(f"sampler {shown(sampler)}: use {', '.join(NAMES)} or package.module:Class")
     return _made(_class(sampler, module, name), sampler, seed)
 
