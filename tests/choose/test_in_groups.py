@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.serving import Row
 from tunegemm.choose.policies import Policy
-from tunegemm.choose.selection import bucket, recorded, select, without_record
+from tunegemm.choose.selection import bucket, recorded, select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
@@ -74,7 +74,6 @@ def test_a_selection_says_by_what_it_goes() -> None:
     assert "by the record of 4096 rows" in near.why and "rows" not in exact.why
     table = select(snapshot, of_rows(64), H200)
     assert (table.outcome, table.options) == ("predicted", ()) and "db/grouped.toml" in table.why
-    assert without_record(of_rows(64), H200.name)[1] is True
     outdated = replace(H200.fingerprint, triton="0.1")
     foreign = Row(of_rows(64), outdated, KERNEL, 1.2, kernel_source_hash("grouped"))
     assert "its record is foreign: triton 0.1" in select(Snapshot([foreign]), of_rows(64), H200).why

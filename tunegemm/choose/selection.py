@@ -127,22 +127,6 @@ def recorded(
     return min(usable, key=lambda record: abs(math.log(record.problem.m / problem.m)), default=None)
 
 
-def without_record(
-    problem: Problem, gpu: str, why_not: str = "no record", *, ordered: bool = False
-) -> tuple[str, bool]:
-    """Look up a grouped product without a record in the table that ships, for a GPU with a name.
-
-    Returns a clause that says what computes it, and whether that is one of our kernels. why_not: no record,
-    or the fault of the record. ordered: as for `tunegemm.model.grouped.choose`.
-    """
-    from tunegemm.model.grouped import chosen
-
-    choice = chosen(problem, gpu, ordered=ordered)
-    if choice is None:
-        return f"{why_not}, and no shipped kernel is known to be faster", False
-    return f"{choice.label}, which db/grouped.toml names for such groups; {why_not}", True
-
-
 def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool, ordered: bool) -> Selection:
     """Select as `tunegemm.grouped_mm` does: by a record, else by the table that ships.
 
@@ -157,9 +141,13 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
         )
         if not device.architecture.wgmma:
             return Selection("miss", (), f"{why_not}; kernels for groups need Hopper")
-        name = device.fingerprint.device_name
-        why, is_ours = without_record(problem, name, why_not, ordered=ordered)
-        return Selection("predicted" if is_ours else "miss", (), why)
+        from tunegemm.model.grouped import chosen
+
+        choice = chosen(problem, device.fingerprint.device_name, ordered=ordered)
+        if choice is None:
+            return Selection("miss", (), f"{why_not}, and no shipped kernel is known to be faster")
+        why = f"{choice.label}, which db/grouped.toml names for such groups; {why_not}"
+        return Selection("predicted", (), why)
     rows = "" if record.problem.m == problem.m else f"by the record of {record.problem.m} rows"
     return Selection("hit", (record,), "; ".join(filter(None, (rows, _grade(record, device)))))
 
@@ -252,7 +240,9 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
     measured = {
         rival.candidate: (energy_mj, rival)
         for rival in sorted(usable, key=standing)  # the better evidence of a candidate comes last
-        if rival.candidate in fast and (energy_mj := _energy_mj(rival)) > 0
+        if rival.candidate in fast
+        and isinstance(energy_mj := rival.telemetry.get("energy_mj"), int | float)
+        and energy_mj > 0
     }
     if not measured:
         return Selection(
@@ -260,12 +250,6 @@ def _least_energy(record: Record, problem: Problem, usable: Sequence[Record]) ->
         )
     energy_mj, best = min(measured.values(), key=lambda pair: pair[0])
     return Selection("hit", (best,), f"{energy_mj:.3g} mJ each, the least measured")
-
-
-def _energy_mj(rival: Record) -> float:
-    """The energy of one product in mJ; 0 if it was not measured."""
-    result = rival.telemetry.get("energy_mj")
-    return float(result) if isinstance(result, int | float) else 0.0
 
 
 def read_rivals(problem: Problem) -> list[Record]:

@@ -108,7 +108,7 @@ class BackgroundCompiler:
         self._ready = ready
         self._make_pool = make_pool
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._news: SimpleQueue[_Job | Future[CompileResult]] = SimpleQueue()
         """What the thread has not taken yet: jobs, and those that were compiled."""
         self._is_running = False
@@ -156,15 +156,16 @@ class BackgroundCompiler:
             return Answer(kernel)
 
     def _put(self, job: _Job) -> bool:
-        """Queue a job and start a thread if needed; False if that fails. The caller holds the lock."""
-        if not self._is_running:
-            try:
-                threading.Thread(target=self._work, name="tunegemm-compile", daemon=True).start()
-            except RuntimeError:  # the interpreter ends, or no thread can be had
-                return False
-            self._is_running = True
-        self._news.put(job)
-        return True
+        """Queue a job and start a thread if needed; False if that fails."""
+        with self._lock:
+            if not self._is_running:
+                try:
+                    threading.Thread(target=self._work, name="tunegemm-compile", daemon=True).start()
+                except RuntimeError:  # the interpreter ends, or no thread can be had
+                    return False
+                self._is_running = True
+            self._news.put(job)
+            return True
 
     def _work(self) -> None:
         """Run the thread until nothing waits. An error is logged, and another thread continues."""
@@ -248,20 +249,11 @@ class BackgroundCompiler:
     def _retry(self, job: _Job, reason: str) -> None:
         """Retry a job later if the machine could not do it, or give it up."""
         try:
-            timer = threading.Timer(
-                RETRY_AFTER_S[job.tries], self._put_retry, [job._replace(tries=job.tries + 1)]
-            )
+            timer = threading.Timer(RETRY_AFTER_S[job.tries], self._put, [job._replace(tries=job.tries + 1)])
             timer.daemon = True
             timer.start()
         except (IndexError, RuntimeError):  # often enough; or no thread can be had
             self._failures[job.kernel] = reason
-            self._tell(job)
-
-    def _put_retry(self, job: _Job) -> None:
-        with self._lock:
-            is_put = self._put(job)
-        if not is_put:
-            self._failures[job.kernel] = "a thread cannot start"
             self._tell(job)
 
 

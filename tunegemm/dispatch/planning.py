@@ -237,7 +237,7 @@ class Planner:
             self.next_look = time.monotonic() + LOOK_SECONDS
             for old in self.states.all():
                 changed = False
-                with suppress(Exception):  # `_read_records` has warned of it
+                with suppress(Exception):  # `_records` has warned of it
                     changed = old.snapshot is not None and self._modified() != old.snapshot.modified
                 if changed:
                     new = State(old.policy)
@@ -555,11 +555,8 @@ class Planner:
 
     def _records(self, state: State, name: str) -> Snapshot:
         """The records, read on first use. name: the function that was called."""
-        if state.snapshot is None:
-            state.snapshot = self._read_records(state, name)
-        return state.snapshot
-
-    def _read_records(self, state: State, name: str) -> Snapshot:
+        if state.snapshot is not None:
+            return state.snapshot
         self.next_look = time.monotonic() + LOOK_SECONDS
         try:
             with _in_time():
@@ -570,9 +567,12 @@ class Planner:
             seen: Hashable = None
             with suppress(Exception):
                 seen = self._modified()
-            return Snapshot(warnings=[one_line(error)], modified=seen)
-        if snapshot.warnings:
-            self.notices.warn(f"{'; '.join(snapshot.warnings)}; {who(name)} continues without its records")
+            snapshot = Snapshot(warnings=[one_line(error)], modified=seen)
+        else:
+            if snapshot.warnings:
+                lacking = "; ".join(snapshot.warnings)
+                self.notices.warn(f"{lacking}; {who(name)} continues without its records")
+        state.snapshot = snapshot
         return snapshot
 
     def drop(self, state: State, key: tuple[Any, ...], plan: Plan, a: Any, b: Any, error: Exception) -> None:

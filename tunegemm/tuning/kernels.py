@@ -172,7 +172,9 @@ class Kernels:
             problem, kernels, taken, self.device, feasible=fits, columns=columns, most=most
         )
         if compiled is not None:
-            ranked = [replace(item, candidate=self._as_compiled(problem, item, compiled)) for item in ranked]
+            orders = (self._in_each_order(item.candidate) for item in ranked)
+            found = [next(c for c in each if self.is_compiled(problem, c, compiled)) for each in orders]
+            ranked = [replace(item, candidate=c) for item, c in zip(ranked, found, strict=True)]
         return Ranking(taken, ranked, len(kernels))
 
     def _rank_swept(
@@ -199,10 +201,6 @@ class Kernels:
             shipped = compiled.shipped
             result = known[kernel] = digest(key), shipped, shipped is not None and key in shipped
         return result[0] in compiled.own or result[2]
-
-    def _as_compiled(self, problem: Problem, ranked: model.Prediction, compiled: Ready) -> Candidate:
-        orders = self._in_each_order(ranked.candidate)
-        return next(item for item in orders if self.is_compiled(problem, item, compiled))
 
     def _in_each_order(self, launch: Candidate) -> list[Candidate]:
         """Yield the launch, then launches with the same parameters that are other kernels."""
