@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tunegemm.describe.problem import Problem
-from tunegemm.measure import exact
 from tunegemm.measure import operands as data
 
 CPU = torch.device("cpu")
@@ -44,20 +43,20 @@ def judged(
 ) -> str | None:
     wanted = data.expected(problem, operands) if wanted is None else wanted
     operands.out.copy_(result)
-    return exact.objection(problem, operands, wanted)
+    return data.exact_objection(problem, operands, wanted)
 
 
 def refuse_all(
     problem: Problem, finished: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
 ) -> None:
-    operands = exact.make_exact(problem, CPU, seed=1)
+    operands = data.make_exact(problem, CPU, seed=1)
     right, wanted = product(operands.a, operands.b), data.expected(problem, operands)
     assert judged(problem, operands, finished(right), wanted) is None
     quarter = slice(-(problem.k // 4), None)
     for name, left_out in {**LEFT_OUT, "a quarter of k": quarter}.items():
         assert judged(problem, operands, finished(wrong(operands, right, left_out)), wanted), name
     data.restore(operands)
-    assert exact.objection(problem, operands, wanted), "nothing was written"
+    assert data.exact_objection(problem, operands, wanted), "nothing was written"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,7 +84,7 @@ def test_a_right_kernel_passes_however_it_adds(how: str, m: int, n: int, k: int)
     fp16; by splits of k that are added up in the output's dtype.
     """
     problem = Problem.parse(f"{m}x{n}x{k}", dtype="fp8_e4m3" if how == "14 bits" else "bf16")
-    operands = exact.make_exact(problem, CPU, seed=2)
+    operands = data.make_exact(problem, CPU, seed=2)
     a, b = operands.a.float(), operands.b.float()
     step = k // 16 if how == "bf16 splits" else 32
     starts = range(0, k, step)
@@ -108,14 +107,14 @@ def test_a_right_kernel_passes_however_it_adds(how: str, m: int, n: int, k: int)
 )  # fmt: skip
 def test_with_an_epilogue_each_k_is_seen_too(k: int, epilogue: str) -> None:
     problem = Problem.parse(f"64x64x{k}", dtype="bf16", epilogue=epilogue)
-    operands = exact.make_exact(problem, CPU, seed=1)
+    operands = data.make_exact(problem, CPU, seed=1)
     named = dict(zip((one.name for one in problem.fused.operands), operands.fused, strict=True))
     refuse_all(problem, lambda sums: problem.fused.reference(sums, named))
 
 
 def test_batches_and_majors() -> None:
     problem = Problem(24, 16, 4096, 3, "fp16", "fp32", "m", "n", "m")
-    operands = exact.make_exact(problem, CPU, seed=4)
+    operands = data.make_exact(problem, CPU, seed=4)
     assert Problem.from_tensors(operands.a, operands.b, out_dtype=torch.float32).a_major == "m"
     right = product(operands.a, operands.b)
     assert judged(problem, operands, right) is None
@@ -128,7 +127,7 @@ def test_batches_and_majors() -> None:
 
 def test_of_a_long_k_both_ends_and_both_sides_of_each_multiple_of_32_are_used() -> None:
     k = 65536 + 8
-    operands = exact.make_exact(Problem.parse(f"8x8x{k}"), CPU, seed=1)
+    operands = data.make_exact(Problem.parse(f"8x8x{k}"), CPU, seed=1)
     wanted = {*range(128), *range(k - 128, k), *range(0, k, 32), *range(31, k, 32)}
     assert {*(operands.a != 0).any(0).nonzero().ravel().tolist()} == wanted
     assert {*(operands.b != 0).any(1).nonzero().ravel().tolist()} == wanted

@@ -16,7 +16,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import ProblemError
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure import exact, groups
+from tunegemm.measure import groups
 from tunegemm.measure import operands as data
 from tunegemm.measure.groups import RAGGED, OverSkews, divide, divided, over_skews
 from tunegemm.measure.outcome import Failure, Measurement, Outcome
@@ -100,13 +100,13 @@ def test_a_right_product_passes_and_one_that_writes_behind_the_last_group_does_n
 
 
 def test_exact_sums_show_a_k_that_is_left_out() -> None:
-    operands = divided(PROBLEM, exact.make_exact(PROBLEM, CPU, 0), RAGGED, 0)
+    operands = divided(PROBLEM, data.make_exact(PROBLEM, CPU, 0), RAGGED, 0)
     wanted = data.expected(PROBLEM, operands)
     data.restore(operands)
     loop(*operands.arguments)
-    assert exact.objection(PROBLEM, operands, wanted) is None
+    assert data.exact_objection(PROBLEM, operands, wanted) is None
     loop(operands.a[:, :-2], operands.b[:, :-2], operands.out, *operands.fused)
-    assert "the kernel omits part of k" in str(exact.objection(PROBLEM, operands, wanted))
+    assert "the kernel omits part of k" in str(data.exact_objection(PROBLEM, operands, wanted))
 
 
 class Fixed:

@@ -30,7 +30,7 @@ from tunegemm.errors import TunegemmError, one_line
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.launching import Launcher
-from tunegemm.measure import exact, groups
+from tunegemm.measure import groups
 from tunegemm.measure import operands as data
 from tunegemm.measure.backend import LONGEST_METERING, CudaBackend, metered_mj, warm_us
 from tunegemm.measure.outcome import STEADY_MS, Failure, Measurement, Stage
@@ -295,7 +295,7 @@ class Session:
         data.restore(bench.exact)
         self._backend.launch(launcher, bench.exact)
         _take_result(launcher, bench.exact)
-        if objection := exact.objection(bench.problem, bench.exact, bench.exact_reference):
+        if objection := data.exact_objection(bench.problem, bench.exact, bench.exact_reference):
             return Failure(candidate, "wrong", objection)
         seconds = self.replay_seconds_of(own_us, passes, bench)
         products = sum(each * len(sets) for each, sets in zip(passes, bench.sets, strict=True))
@@ -332,7 +332,7 @@ class Session:
         count = data.count_sets(problem, self._device.l2_bytes, free_bytes)
         device = self._backend.torch_device
         sets = [data.make_operands(problem, device, seed * data.MAX_SETS + i) for i in range(count)]
-        lists, exact_set = [sets], exact.make_exact(problem, device, seed)
+        lists, exact_set = [sets], data.make_exact(problem, device, seed)
         if problem.groups:
             lists = groups.over_skews(problem, sets, self._device.l2_bytes, seed, skews)
             exact_set = groups.divided(problem, exact_set, groups.RAGGED, seed)
