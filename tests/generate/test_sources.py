@@ -136,14 +136,14 @@ MEASURED = {
     "cute_sm80": "02dd1cf7a0086911",
     "skinny": "c54f8e63f0edac42",
     "grouped": "3faf1c046f890d73",
-    "along_k": "9c5f5309f7683e8c",
+    "along_k": "4465e08573119f2c",
     "routing": "5c2d737d78b9ad7f",
-    "joined": "c8040fa62de0c842",
+    "joined": "efe56b59e3e3c78f",
     "blocks": "ab85964482a73102",
-    "block_groups": "e3e0498fde9101b7",
-    "drawn": "f69eccb3babefa77",
-    "parted": "1b2b4f34b3615752",
-    "quantize": "6a83b08d7a4520d9",
+    "block_groups": "4a29b90d355bb98b",
+    "drawn": "db17fa397407e3f9",
+    "parted": "b1678ec45ee39ee7",
+    "quantize": "54ef155c82e65149",
 }
 
 

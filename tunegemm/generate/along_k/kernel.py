@@ -22,19 +22,29 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS, KernelConfig
+from tunegemm.generate.cute_sm90.kernel import producer
 from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
 from tunegemm.generate.cute_sm90.kernel.fusion import Fusion
-from tunegemm.generate.cute_sm90.kernel.layouts import (
-    Dtypes,
-    Layouts,
-    TmaTensor,
-    load_box,
-    matrix_at,
-)
+from tunegemm.generate.cute_sm90.kernel.layouts import TmaTensor, load_box, matrix_at
 from tunegemm.generate.cute_sm90.kernel.producer import EVICT_NORMAL
 from tunegemm.generate.cute_sm90.kernel.ring import WARPS, Ring, RingState
 from tunegemm.generate.cute_sm90.kernel.schedule import Origin
 from tunegemm.generate.kernel_rasterization import raster_of, tile_at
+from tunegemm.generate.kernel_roles import (
+    Product,
+    await_empty,
+    begin,
+    cluster_words,
+    draw,
+    int32_at,
+    launch_words,
+    load_k_tiles,
+    multicast_masks,
+    part_ways,
+    place_in_block,
+    prefetch,
+    tensor_in,
+)
 
 SLOTS = 2
 """Numbers of tiles that may be on their way from who draws them to who multiplies them."""
@@ -167,13 +177,10 @@ class Walk:
         """Take a number, and hand it to all CTAs of the cluster."""
         ring, numbers = self.draws
         ring.wait_empty(RingState(state.stage, state.phase ^ 1))
-        index, counter = Int32(0), cute.make_tensor(self.counter, cute.make_layout(1))
+        index = Int32(0)
         if self.lane == 0:
-            drawn = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
-            # Each cluster that had a tile draws once in vain: this is the last draw of all.
-            if drawn == self.units() - 1:
-                counter[0] = Int32(0)
-            index = drawn + self.params.clusters
+            # Each cluster that had a tile draws once in vain, the last of all draws among them.
+            index = draw(self.counter, self.units(), self.params.clusters)
             full = ring.full + state.stage
             for rank in cutlass.range_constexpr(self.config.cluster_size):
                 cute.arch.mbarrier_arrive_and_expect_tx(full, 4, rank)
@@ -229,74 +236,33 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class Producer:
-    """One warp. Loads of A and B tiles, multicast in a cluster, from global memory into the ring."""
-
-    config: KernelConfig
-    a: TmaTensor
-    """(M, ROW, 1)"""
-    b: TmaTensor
-    """(N, ROW, 1)"""
-    sA: cute.Tensor
-    """(bM, bK, STAGE)"""
-    sB: cute.Tensor
-    """(bN, bK, STAGE)"""
-    ring: Ring
+class Producer(producer.Producer):
+    """One warp. `a`: (M, ROW, 1), `b`: (N, ROW, 1)."""
 
     @cute.jit
     def run(self, walk):
         """Fill the ring, tile after tile."""
         config, ring = self.config, self.ring
         cta_m, cta_n, _ = walk.cta
-        ctas = cute.make_layout((config.cluster_m, config.cluster_n))
-        a_mask, b_mask = None, None
-        if const_expr(config.cluster_n > 1):
-            a_mask = cute.make_layout_image_mask(ctas, (cta_m, cta_n), mode=1)
-        if const_expr(config.cluster_m > 1):
-            b_mask = cute.make_layout_image_mask(ctas, (cta_m, cta_n), mode=0)
+        a_mask, b_mask = multicast_masks(config, cta_m, cta_n)
         policy = Int64(EVICT_NORMAL)
         state = ring.producer_start()
         unit = walk.first()
         cute.arch.cluster_wait()
         while walk.has(unit):
             origin = walk.origin(unit)
-            tAsA, tAgA = self.partition(
-                self.a, self.sA, (origin.row, unit.first_row, 0), config.tile_m, cta_n, config.cluster_n
+            a, b = (
+                TmaTensor(each.atom, cute.domain_offset((0, unit.first_row, 0), each.tensor))
+                for each in (self.a, self.b)
             )
-            tBsB, tBgB = self.partition(
-                self.b, self.sB, (origin.column, unit.first_row, 0), config.tile_n, cta_m, config.cluster_m
-            )
-            for k_tile in cutlass.range(unit.k_tiles, unroll=1):
-                ring.wait_empty(state)
-                ring.expect_bytes(state)
-                full = ring.full + state.stage
-                cute.copy(
-                    self.a.atom, tAgA[(None, k_tile)], tAsA[(None, state.stage)], tma_bar_ptr=full,
-                    mcast_mask=a_mask, cache_policy=policy,
-                )  # fmt: skip
-                cute.copy(
-                    self.b.atom, tBgB[(None, k_tile)], tBsB[(None, state.stage)], tma_bar_ptr=full,
-                    mcast_mask=b_mask, cache_policy=policy,
-                )  # fmt: skip
-                state = ring.advance(state)
+            a_box, b_box = (config.tile_m, config.tile_k), (config.tile_n, config.tile_k)
+            a_tiles = self.partition(a, self.sA, origin.row, a_box, cta_n, config.cluster_n)
+            b_tiles = self.partition(b, self.sB, origin.column, b_box, cta_m, config.cluster_m)
+            loads = (a.atom, *a_tiles, a_mask, policy), (b.atom, *b_tiles, b_mask, policy)
+            state = load_k_tiles(ring, loads, state, unit.k_tiles)
             unit = walk.next(unit)
         walk.finish(unit)
-        # A CTA must outlive the arrivals that its cluster's consumers send to its barriers.
-        for _ in cutlass.range(config.stages, unroll=1):
-            ring.wait_empty(state)
-            state = ring.advance(state)
-
-    @cute.jit
-    def partition(
-        self, operand, ring_tensor, origin, extent: cutlass.Constexpr, rank, ways: cutlass.Constexpr
-    ):
-        """A CTA's shares of the ring's stages and of an operand's tiles from `origin` on, by k tiles."""
-        inside = cute.domain_offset(origin, operand.tensor)
-        tile = cute.local_tile(inside, (extent, self.config.tile_k), (0, None, 0))  # (extent, bK, RestK)
-        return cpasync.tma_partition(
-            operand.atom, rank, cute.make_layout(ways), cute.group_modes(ring_tensor, 0, 2),
-            cute.group_modes(tile, 0, 2),
-        )  # fmt: skip
+        await_empty(ring, state)
 
 
 @dataclass(frozen=True)
@@ -387,26 +353,17 @@ class Consumer:
         cute.arch.barrier(barrier_id=CLEAR_BARRIER, number_of_threads=threads)
 
 
-class Gemm:
+class Gemm(Product):
     """The product for one `KernelConfig`: its A m-major, B and D n-major, cooperative, in clusters of CTAs.
 
     (A CTA alone would hand numbers to itself as to another, which memcheck reports.)
     """
 
-    def __init__(self, config: KernelConfig):
-        self.config = config
-        self.dtypes = Dtypes.of(config)
-        self.layouts = Layouts(config, self.dtypes)
-        self.smem_bytes = 0
-
-    @cute.jit
-    def __call__(self, *arguments):
-        """Encode the TMA descriptors and launch. arguments: those of `Arguments`; the stream."""
-        self.launch(Arguments(*arguments[:-1]), arguments[-1])
+    arguments = Arguments
 
     @cute.jit
     def launch(self, given, stream):
-        """See `__call__`."""
+        """Encode the TMA descriptors and launch."""
         config, dtypes, layouts = self.config, self.dtypes, self.layouts
         mA = matrix_at(given.a_address, dtypes.a, (given.m, given.rows, 1), False, given.lda, given.lda)
         mB = matrix_at(given.b_address, dtypes.b, (given.n, given.rows, 1), False, given.ldb, given.ldb)
@@ -426,23 +383,12 @@ class Gemm:
             given.rows, given.groups, cute.ceil_div(given.m, config.tile_m * config.cluster_m),
             cute.ceil_div(given.n, config.tile_n * config.cluster_n), given.swizzle_size, given.clusters,
         )  # fmt: skip
-        offsets, counter = (
-            cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
-            for address in (given.offsets_address, given.counter_address)
-        )
+        pointers = int32_at(given.offsets_address), int32_at(given.counter_address)
         mma = layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
         epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
         self.kernel(
-            (a, b, d), (mma, epilogue_mma), (sA_layout, sB_layout, sD_layout), params, (offsets, counter)
-        ).launch(
-            grid=(config.cluster_m, config.cluster_n, given.clusters),
-            block=(config.threads, 1, 1),
-            cluster=(config.cluster_m, config.cluster_n, 1),
-            smem=self.smem_bytes,
-            stream=stream,
-            # Without it ptxas ignores setmaxnreg (warning C7508).
-            min_blocks_per_mp=1,
-        )
+            (a, b, d), (mma, epilogue_mma), (sA_layout, sB_layout, sD_layout), params, pointers
+        ).launch(**cluster_words(config, given.clusters), **launch_words(config, self.smem_bytes, stream))
 
     @cute.kernel
     def kernel(self, tensors: tuple, mmas: tuple, layouts: tuple, params: WalkParams, pointers: tuple):
@@ -451,13 +397,9 @@ class Gemm:
         """
         config = self.config
         a, b, d = tensors
-        thread, _, _ = cute.arch.thread_idx()
+        thread, warp_index, group = place_in_block()
         cta = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        if warp_index == 0:
-            for tensor in cutlass.range_constexpr(len(tensors)):
-                cpasync.prefetch_descriptor(tensors[tensor].atom)
+        prefetch(warp_index, tensors)
 
         allocator = SmemAllocator()
         storage = allocator.allocate(self.storage)
@@ -466,26 +408,15 @@ class Gemm:
         draws = handed, memory.index.data_ptr()
         walk = Walk(config, params, *pointers, draws, cta, thread % 32, False)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
-        if thread == 0:
-            ring.make_barriers()
-            walk.make_barriers()
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive_relaxed()
-        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
-        sD = storage.d.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)  # (epiM, epiN, BUFFER)
+        begin(thread, True, ring.make_barriers, walk.make_barriers)
+        sA = tensor_in(storage.a, layouts[0])  # (bM, bK, STAGE)
+        sB = tensor_in(storage.b, layouts[1])  # (bN, bK, STAGE)
+        sD = tensor_in(storage.d, layouts[2])  # (epiM, epiN, BUFFER)
 
-        load_registers, mma_registers = config.registers
-        if group == 0:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if warp_index != 0:
-                cute.arch.cluster_wait()
-            if warp_index == 0:
-                drawing = Walk(config, params, *pointers, draws, cta, thread % 32, True)
-                Producer(config, a, b, sA, sB, ring).run(drawing)
-        else:
-            cute.arch.setmaxregister_increase(mma_registers)
-            cute.arch.cluster_wait()
+        def load():
+            Producer(config, a, b, sA, sB, ring).run(replace(walk, draws_own=True))
+
+        def multiply(_):
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
             fusion = Fusion.of(config, self.dtypes, d.tensor, (), own)
             loaded = storage.loaded.data_ptr()
@@ -493,3 +424,5 @@ class Gemm:
             starts = storage.a.data_ptr(), storage.b.data_ptr()
             released = ring.for_consumer(thread % 32, (cta[0], cta[1]))
             Consumer(config, mmas[0], sA, sB, starts, released, epilogue, consumer).run(walk, thread % 32)
+
+        part_ways(config, warp_index, group, storage, load, multiply)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.block_groups import kernel_rows
@@ -23,13 +23,20 @@ from tunegemm.generate.blocks.config import BLOCK
 from tunegemm.generate.blocks.kernel import Consumer as BlockConsumer
 from tunegemm.generate.blocks.kernel_scales import SCALES_BARRIER, Ring, RowScales, copy_async
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
-from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Layouts
 from tunegemm.generate.cute_sm90.kernel.schedule import Origin
 from tunegemm.generate.grouped.kernel.epilogue import Epilogue
 from tunegemm.generate.grouped.kernel.gemm import Arguments
 from tunegemm.generate.grouped.kernel.gemm import Gemm as GroupedGemm
 from tunegemm.generate.grouped.kernel.producer import Producer
 from tunegemm.generate.grouped.kernel.walk import Walk, WalkParams
+from tunegemm.generate.kernel_roles import (
+    LayoutsWith,
+    begin,
+    part_ways,
+    place_in_block,
+    prefetch,
+    tensor_in,
+)
 
 
 class Scales(NamedTuple):
@@ -57,25 +64,6 @@ class Scaling(NamedTuple):
     scales: Scales
     columns: Int32
     """Blocks of the weights' rows."""
-
-
-@dataclass(frozen=True)
-class ScaledLayouts(Layouts):
-    """Layouts of a block that has scales in shared memory, too."""
-
-    def shared_storage(self, a_elements, b_elements):
-        """`rest`: what a block of `grouped` has."""
-        config = self.config
-        count = config.stages * config.stage_scales
-
-        class Storage:
-            pass
-
-        Storage.__annotations__ = {
-            "rest": super().shared_storage(a_elements, b_elements),
-            "scales": cute.struct.Align[cute.struct.MemRange[Float32, count], 16],
-        }
-        return cute.struct(Storage)
 
 
 @dataclass(frozen=True)
@@ -177,7 +165,8 @@ class Gemm(GroupedGemm):
 
     def __init__(self, config: BlockGroupConfig):
         super().__init__(config)
-        self.layouts = ScaledLayouts(config, self.dtypes)
+        scales = cute.struct.MemRange[Float32, config.stages * config.stage_scales]
+        self.layouts = LayoutsWith(config, self.dtypes, {"scales": cute.struct.Align[scales, 16]})
 
     @cute.jit
     def __call__(self, *arguments):
@@ -204,63 +193,44 @@ class Gemm(GroupedGemm):
     ):
         """As `grouped`'s; other warps of the first warpgroup copy scales."""
         config = self.config
-        thread, _, _ = cute.arch.thread_idx()
+        thread, warp_index, group = place_in_block()
         block, _, _ = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         cluster, rank = Int32(block), Int32(0)
         if const_expr(config.cluster_size > 1):
             cluster, rank = block // config.cluster_size, block % config.cluster_size
         walk = Walk(config, params, offsets, thread % 32, cluster, rank)
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(weights.atom)
-            cpasync.prefetch_descriptor(rows[0].atom)
+        prefetch(warp_index, (weights, rows[0]))
 
         both = SmemAllocator().allocate(self.storage)
         storage = both.rest
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
-        if thread == 0:
-            ring.make_barriers()
-        cute.arch.mbarrier_init_fence()
-        # Nobody waits here, as in `cute_sm90`.
-        if const_expr(config.cluster_size > 1):
-            cute.arch.cluster_arrive_relaxed()
+        begin(thread, config.cluster_size > 1, ring.make_barriers)
 
-        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sB = storage.b.get_tensor(layouts[2][0].outer, swizzle=layouts[2][0].inner)  # (bN, bK, STAGE)
+        sA = tensor_in(storage.a, layouts[0])  # (bM, bK, STAGE)
+        sB = tensor_in(storage.b, layouts[2][0])  # (bN, bK, STAGE)
         sScales = cute.make_tensor(  # (SCALE, STAGE)
             both.scales.data_ptr(), cute.make_layout((config.stage_scales, config.stages))
         )
+        copying = 32 + 32 * config.scale_warps
 
-        load_registers, mma_registers = config.registers
-        started, copying = 32 + config.consumers * WARPGROUP_THREADS, 32 + 32 * config.scale_warps
-        if group == 0:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if const_expr(config.cluster_size > 1):
-                if warp_index != 0:
-                    cute.arch.cluster_wait()
-            if warp_index == 0:
-                if const_expr(config.cluster_size == 1):
-                    cute.arch.sync_warp()
-                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
-                producer = Producer(config, weights, rows, sA, (sB,), ring, rank)
-                producer.run(walk, k_tiles, scaling.l2_hint)
+        def load():
+            if const_expr(config.cluster_size == 1):
+                cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
+            producer = Producer(config, weights, rows, sA, (sB,), ring, rank)
+            producer.run(walk, k_tiles, scaling.l2_hint)
+
+        def copy_scales():
             if warp_index >= 1 and warp_index <= config.scale_warps:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
                 own = thread % 32, warp_index - 1
                 ScaleProducer(config, scaling, sScales, ring, *own).run(walk, k_tiles)
-        else:
-            cute.arch.setmaxregister_increase(mma_registers)
-            if const_expr(config.cluster_size > 1):
-                cute.arch.cluster_wait()
-            else:
-                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+
+        def multiply(staged):
             buffers, buffer = config.consumers * config.epilogue_buffers, config.pitch * config.staged_rows
             apart = (config.pitch, 1) if const_expr(config.many) else (1, config.pitch)
-            sD = storage.d.get_tensor(  # (epiM, epiN, BUFFER)
-                cute.make_layout((MMA_ATOM_M, config.epi_n, buffers), stride=(*apart, buffer))
+            sD = cute.make_tensor(  # (epiM, epiN, BUFFER)
+                staged, cute.make_layout((MMA_ATOM_M, config.epi_n, buffers), stride=(*apart, buffer))
             )
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
             way_out = kernel_rows.Epilogue if const_expr(config.many) else Epilogue
@@ -274,3 +244,5 @@ class Gemm(GroupedGemm):
                 config, self.dtypes.acc, first, *operands, released, epilogue, None, consumer, sScales, own,
                 adding,
             ).run(walk, k_tiles)  # fmt: skip
+
+        part_ways(config, warp_index, group, storage, load, multiply, copy_scales)

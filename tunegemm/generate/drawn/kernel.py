@@ -13,47 +13,32 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
-from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import SmemAllocator
 
-from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
-from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Layouts
+from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER
 from tunegemm.generate.cute_sm90.kernel.ring import WARPS, Ring, RingState
 from tunegemm.generate.grouped.kernel.consumer import Consumer
 from tunegemm.generate.grouped.kernel.epilogue import Epilogue
+from tunegemm.generate.grouped.kernel.gemm import Arguments
 from tunegemm.generate.grouped.kernel.gemm import Gemm as StaticGemm
 from tunegemm.generate.grouped.kernel.producer import Producer
 from tunegemm.generate.grouped.kernel.walk import LANES, Place, Walk, WalkParams
+from tunegemm.generate.kernel_roles import (
+    LayoutsWith,
+    begin,
+    draw,
+    int32_at,
+    part_ways,
+    place_in_block,
+    prefetch,
+    staged_rows,
+    tensor_in,
+)
 
 #: The ring's barriers are there for the scheduler. It waits at a barrier of its own: synccheck takes waits
 #: for one barrier in two places for threads that diverge.
 DRAW_BARRIER = START_BARRIER + 1
-
-
-class Arguments(NamedTuple):
-    """What a launch is given, in this order, before the stream: what `grouped` has, and a counter."""
-
-    weights_address: Int64
-    rows_address: Int64
-    out_address: Int64
-    n: Int32
-    rows: Int32
-    k: Int32
-    groups: Int32
-    weights_stride: Int64
-    rows_stride: Int64
-    out_stride: Int64
-    group_stride: Int64
-    bias_stride: Int64
-    up_stride: Int64
-    swizzle_size: Int32
-    blocks: Int32
-    l2_hint: Any
-    offsets_address: Int64
-    bias_address: Int64
-    scales_address: Int64
-    counter_address: Int64
-    """int32, zero before a launch and behind it."""
 
 
 class Drawing(NamedTuple):
@@ -61,6 +46,7 @@ class Drawing(NamedTuple):
 
     l2_hint: Int32
     counter_address: Int64
+    """int32, zero before a launch and behind it."""
 
 
 class Unit(NamedTuple):
@@ -69,26 +55,6 @@ class Unit(NamedTuple):
     place: Place
     state: RingState
     """Where the next one will be."""
-
-
-@dataclass(frozen=True)
-class DrawnLayouts(Layouts):
-    """Layouts of a block that has slots by which places are handed on."""
-
-    def shared_storage(self, a_elements, b_elements):
-        """`rest`: what a block of `grouped` has; the slots and their barriers."""
-        slots = self.config.slots
-
-        class Storage:
-            pass
-
-        Storage.__annotations__ = {
-            "rest": super().shared_storage(a_elements, b_elements),
-            "full": cute.struct.MemRange[Int64, slots],
-            "empty": cute.struct.MemRange[Int64, slots],
-            "places": cute.struct.Align[cute.struct.MemRange[Int32, 4 * slots], 16],
-        }
-        return cute.struct(Storage)
 
 
 @dataclass(frozen=True)
@@ -180,13 +146,10 @@ class Scheduler(Walk):
     @cute.jit
     def draw(self, total):
         """Take a number."""
-        index, counter = Int32(0), cute.make_tensor(self.counter, cute.make_layout(1))
+        index = Int32(0)
         if self.lane == 0:
-            drawn = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
-            # Each block that had a tile draws once in vain: this is the last draw of all.
-            if drawn == total - 1:
-                counter[0] = Int32(0)
-            index = drawn + self.params.clusters
+            # Each block that had a tile draws once in vain, the last of all draws among them.
+            index = draw(self.counter, total, self.params.clusters)
         return cute.arch.make_warp_uniform(index)
 
 
@@ -195,14 +158,19 @@ class Gemm(StaticGemm):
 
     def __init__(self, config):
         super().__init__(config)
-        self.layouts = DrawnLayouts(config, self.dtypes)
+        barriers = cute.struct.MemRange[Int64, config.slots]
+        places = cute.struct.Align[cute.struct.MemRange[Int32, 4 * config.slots], 16]
+        self.layouts = LayoutsWith(
+            config, self.dtypes, {"full": barriers, "empty": barriers, "places": places}
+        )
 
     @cute.jit
     def __call__(self, *arguments):
-        """Encode the TMA descriptors and launch. arguments: those of `Arguments`; the stream."""
-        given = Arguments(*arguments[:-1])
-        drawing = Drawing(given.l2_hint, given.counter_address)
-        self.launch(given._replace(l2_hint=drawing), arguments[-1])
+        """Encode the TMA descriptors and launch. arguments: those of `grouped`; the counter's address; the
+        stream."""
+        *given, counter_address, stream = arguments
+        given = Arguments(*given)
+        self.launch(given._replace(l2_hint=Drawing(given.l2_hint, counter_address)), stream)
 
     @cute.kernel
     def kernel(
@@ -220,64 +188,43 @@ class Gemm(StaticGemm):
     ):
         """As `grouped`'s, without clusters; the second warp is the scheduler."""
         config = self.config
-        thread, _, _ = cute.arch.thread_idx()
+        thread, warp_index, group = place_in_block()
         block, _, _ = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(weights.atom)
-            for index in cutlass.range_constexpr(len(config.widths)):
-                cpasync.prefetch_descriptor(rows[index].atom)
+        prefetch(warp_index, (weights, *rows))
 
         both = SmemAllocator().allocate(self.storage)
         storage, places = both.rest, both.places.data_ptr()
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
         slots = Ring(replace(config, stages=config.slots), both.full.data_ptr(), both.empty.data_ptr())
-        if thread == 0:
-            ring.make_barriers()
+
+        def make_slots():
             for slot in cutlass.range_constexpr(config.slots):
                 cute.arch.mbarrier_init(slots.full + slot, 1)
                 cute.arch.mbarrier_init(slots.empty + slot, 1 + config.consumers * WARPS)
-        cute.arch.mbarrier_init_fence()
 
-        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sA_loaded = storage.a.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)
-        sB_widths = tuple(storage.b.get_tensor(layout.outer, swizzle=layout.inner) for layout in layouts[2])
-
-        load_registers, mma_registers = config.registers
-        started = 32 + config.consumers * WARPGROUP_THREADS
+        begin(thread, False, ring.make_barriers, make_slots)
+        sA, sA_loaded = (tensor_in(storage.a, layout) for layout in layouts[:2])  # (bM, bK, STAGE)
+        sB_widths = tuple(tensor_in(storage.b, layout) for layout in layouts[2])
         walk = Drawn(slots, places, thread % 32)
-        if group == 0:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if warp_index == 0:
-                cute.arch.sync_warp()
-                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                cute.arch.barrier_arrive(barrier_id=DRAW_BARRIER, number_of_threads=64)
-                producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, Int32(0))
-                producer.run(walk, k_tiles, drawing.l2_hint)
+
+        def load():
+            cute.arch.barrier_arrive(barrier_id=DRAW_BARRIER, number_of_threads=64)
+            producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, Int32(0))
+            producer.run(walk, k_tiles, drawing.l2_hint)
+
+        def schedule():
             if warp_index == 1:
                 cute.arch.barrier(barrier_id=DRAW_BARRIER, number_of_threads=64)
-                counter = cute.make_ptr(
-                    Int32, drawing.counter_address, cute.AddressSpace.gmem, assumed_align=4
-                )
+                counter = int32_at(drawing.counter_address)
                 Scheduler(
                     config, params, offsets, thread % 32, Int32(block), Int32(0), counter, slots, places
                 ).run()
-        else:
-            cute.arch.setmaxregister_increase(mma_registers)
-            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
-            buffers = config.consumers * config.epilogue_buffers
-            rows_apart, buffer = config.pitch * config.epi_n, config.pitch * config.staged_rows
-            staging = cute.make_layout(  # (epiM, epiN, BUFFER)
-                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer)
-            )
-            if cutlass.const_expr(config.fused.gated):
-                staging = cute.make_layout(
-                    ((8, 2, MMA_ATOM_M // 16), config.epi_n, buffers),
-                    stride=((1, rows_apart, 8), config.pitch, buffer),
-                )
-            sD = storage.d.get_tensor(staging)
+
+        def multiply(staged):
+            sD = cute.make_tensor(staged, staged_rows(config))
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
             epilogue = Epilogue(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
             released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
             Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer).run(walk, k_tiles)
+
+        part_ways(config, warp_index, group, storage, load, multiply, schedule)

@@ -15,11 +15,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import SmemAllocator
 
-from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
-from tunegemm.generate.cute_sm90.kernel.layouts import Layouts, TmaTensor
+from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel.layouts import TmaTensor
 from tunegemm.generate.cute_sm90.kernel.ring import Ring
 from tunegemm.generate.grouped.kernel.consumer import Consumer
 from tunegemm.generate.grouped.kernel.epilogue import Epilogue
@@ -27,29 +26,17 @@ from tunegemm.generate.grouped.kernel.gemm import Arguments
 from tunegemm.generate.grouped.kernel.gemm import Gemm as WholeGemm
 from tunegemm.generate.grouped.kernel.producer import Producer
 from tunegemm.generate.grouped.kernel.walk import Walk, WalkParams
+from tunegemm.generate.kernel_roles import (
+    LayoutsWith,
+    begin,
+    place_in_block,
+    prefetch,
+    staged_rows,
+    tensor_in,
+)
 
 VECTOR = 4
 """Sums that a thread sends at a time: 16 bytes."""
-
-
-@dataclass(frozen=True)
-class PartedLayouts(Layouts):
-    """Layouts of a block that has room for the other parts' sums."""
-
-    def shared_storage(self, a_elements, b_elements):
-        """`rest`: what a block of `grouped` has; `arrived`: the barrier; `sums`."""
-        rest = super().shared_storage(a_elements, b_elements)
-        count = (self.config.parts - 1) * self.config.accumulator_registers * WARPGROUP_THREADS
-
-        class Storage:
-            pass
-
-        Storage.__annotations__ = {
-            "rest": rest,
-            "sums": cute.struct.Align[cute.struct.MemRange[Float32, count], 16],
-            "arrived": cute.struct.MemRange[Int64, 2],
-        }
-        return cute.struct(Storage)
 
 
 @dataclass(frozen=True)
@@ -142,7 +129,10 @@ class Gemm(WholeGemm):
 
     def __init__(self, config):
         super().__init__(config)
-        self.layouts = PartedLayouts(config, self.dtypes)
+        count = (config.parts - 1) * config.accumulator_registers * WARPGROUP_THREADS
+        sums = cute.struct.Align[cute.struct.MemRange[Float32, count], 16]
+        arrived = cute.struct.MemRange[Int64, 2]  # a barrier
+        self.layouts = LayoutsWith(config, self.dtypes, {"sums": sums, "arrived": arrived})
 
     @cute.jit
     def __call__(self, *arguments):
@@ -171,10 +161,8 @@ class Gemm(WholeGemm):
     ):
         """As `grouped`'s; a cluster walks as a block does there."""
         config, parts = self.config, self.config.parts
-        thread, _, _ = cute.arch.thread_idx()
+        thread, warp_index, group = place_in_block()
         block, _, _ = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         cluster, rank = block // parts, block % parts
         params = params._replace(clusters=params.clusters // parts)
         walk = Walk(config, params, offsets, thread % 32, cluster, Int32(0))
@@ -182,22 +170,14 @@ class Gemm(WholeGemm):
         own_tiles = cute.ceil_div(k_tiles, parts)
         first = rank * own_tiles * config.tile_k
 
-        if warp_index == 0:
-            cpasync.prefetch_descriptor(weights.atom)
-            for index in cutlass.range_constexpr(len(config.widths)):
-                cpasync.prefetch_descriptor(rows[index].atom)
+        prefetch(warp_index, (weights, *rows))
         both = SmemAllocator().allocate(self.storage)
         storage, arrived = both.rest, both.arrived.data_ptr()
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
-        if thread == 0:
-            ring.make_barriers()
-            cute.arch.mbarrier_init(arrived, 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive_relaxed()
+        begin(thread, True, ring.make_barriers, lambda: cute.arch.mbarrier_init(arrived, 1))
 
-        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sA_loaded = storage.a.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)
-        sB_widths = tuple(storage.b.get_tensor(layout.outer, swizzle=layout.inner) for layout in layouts[2])
+        sA, sA_loaded = (tensor_in(storage.a, layout) for layout in layouts[:2])  # (bM, bK, STAGE)
+        sB_widths = tuple(tensor_in(storage.b, layout) for layout in layouts[2])
 
         load_registers, mma_registers = config.registers
         if group == 0:
@@ -216,17 +196,7 @@ class Gemm(WholeGemm):
         else:
             cute.arch.setmaxregister_increase(mma_registers)
             cute.arch.cluster_wait()
-            buffers = config.consumers * config.epilogue_buffers
-            rows_apart, buffer = config.pitch * config.epi_n, config.pitch * config.staged_rows
-            staging = cute.make_layout(  # (epiM, epiN, BUFFER)
-                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer)
-            )
-            if const_expr(config.fused.gated):
-                staging = cute.make_layout(
-                    ((8, 2, MMA_ATOM_M // 16), config.epi_n, buffers),
-                    stride=((1, rows_apart, 8), config.pitch, buffer),
-                )
-            sD = storage.d.get_tensor(staging)
+            sD = storage.d.get_tensor(staged_rows(config))
             own = thread - WARPGROUP_THREADS
             epilogue = PartedEpilogue(
                 config, self.dtypes.out, epilogue_mma, sD, *out, Int32(0), own, rank, both.sums.data_ptr(),

@@ -65,10 +65,7 @@ class Gemm:
     @cute.jit
     def __call__(self, *arguments):
         """Launch. arguments: those of `Arguments`; the stream."""
-        self.launch(Arguments(*arguments[:-1]), arguments[-1])
-
-    @cute.jit
-    def launch(self, given, stream):
+        given, stream = Arguments(*arguments[:-1]), arguments[-1]
         pairs = Int32((Uint32(given.k) + (2 * BLOCK - 1)) // Uint32(2 * BLOCK))
         units = pairs * Int32((Uint32(given.rows) + (ROWS - 1)) // Uint32(ROWS))
         self.kernel(

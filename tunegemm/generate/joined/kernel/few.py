@@ -9,31 +9,35 @@ A gate's two weights TMA reads as one tensor, whichever lies first in memory. It
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import SmemAllocator
 
-from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
-from tunegemm.generate.cute_sm90.kernel.layouts import (
-    ORDER_BARRIER,
-    START_BARRIER,
-    load_box,
-    matrix_at,
-)
+from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS
+from tunegemm.generate.cute_sm90.kernel.layouts import load_box, matrix_at
 from tunegemm.generate.cute_sm90.kernel.producer import EVICT_FIRST, EVICT_NORMAL
 from tunegemm.generate.cute_sm90.kernel.ring import Ring
 from tunegemm.generate.grouped.config import GroupedConfig
-from tunegemm.generate.grouped.kernel import consumer as grouped_consumer
 from tunegemm.generate.grouped.kernel import epilogue as grouped_epilogue
 from tunegemm.generate.grouped.kernel import gemm as grouped_gemm
 from tunegemm.generate.grouped.kernel import producer as grouped_producer
-from tunegemm.generate.grouped.kernel.producer import takes_width, views
+from tunegemm.generate.grouped.kernel.consumer import Consumer
+from tunegemm.generate.grouped.kernel.producer import takes_width
 from tunegemm.generate.joined.kernel.arguments import WEIGHTS, Arguments
 from tunegemm.generate.kernel_rasterization import raster_of, tile_at
+from tunegemm.generate.kernel_roles import (
+    Product,
+    begin,
+    launch_words,
+    part_ways,
+    place_in_block,
+    prefetch,
+    staged_rows,
+    tensor_in,
+)
 
 
 class TilesParams(NamedTuple):
@@ -131,107 +135,20 @@ class Producer(grouped_producer.Producer):
         index = tiles.first()
         while tiles.has(index):
             place = tiles.place(index)
+            of_one = place._replace(group=Int32(0))  # of its weight's tensor
             for weight in cutlass.range_constexpr(len(self.weights)):
+                producer = replace(self, weights=self.weights[weight])
                 for width in cutlass.range_constexpr(len(widths)):
                     if cutlass.and_(place.group == weight, takes_rows(widths, width, place.rows)):
-                        state = self.fill(place, weight, width, state, k_tiles, policy)
+                        state = grouped_producer.Producer.fill(
+                            producer, of_one, width, state, k_tiles, policy
+                        )
             index = tiles.next(index, 1)
-
-    @cute.jit
-    def fill(
-        self, place, weight: cutlass.Constexpr, index: cutlass.Constexpr, state, k_tiles, policy
-    ):  # fmt: skip
-        """Load what a tile multiplies, k tile after k tile. Returns where the ring then is."""
-        config, ring, width = self.config, self.ring, self.config.widths[index]
-        weights = self.weights[weight]
-        stage_bytes = (config.tile_m + width) * config.tile_k * 2
-        if const_expr(config.fused.gated):
-            inside = cute.domain_offset((0, 0, 0, place.column // 8, 0), weights.tensor)
-            box = (8, config.tile_k, 2, config.tile_m // 16)
-            tile = cute.local_tile(inside, box, (0, None, 0, 0, None))  # (*box, RestK, 1)
-            tAsA, tAgA = views(weights.atom, self.sA, tile, 4)
-        else:
-            inside = cute.domain_offset((place.column, 0, 0), weights.tensor)
-            tile = cute.local_tile(inside, (config.tile_m, config.tile_k), (0, None, None))
-            tAsA, tAgA = views(weights.atom, self.sA, tile)  # of (bM, bK, RestK, 1)
-        inside = cute.domain_offset((place.row, 0), self.rows[index].tensor)
-        tile = cute.local_tile(inside, (width, config.tile_k), (0, None))  # (width, bK, RestK)
-        tBsB, tBgB = views(self.rows[index].atom, self.sB[index], tile)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            ring.wait_empty(state)
-            full = ring.full + state.stage
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, stage_bytes)
-            cute.copy(
-                weights.atom, tAgA[(None, k_tile, 0)], tAsA[(None, state.stage)],
-                tma_bar_ptr=full, cache_policy=policy,
-            )  # fmt: skip
-            cute.copy(
-                self.rows[index].atom, tBgB[(None, k_tile)], tBsB[(None, state.stage)], tma_bar_ptr=full
-            )
-            state = ring.advance(state)
-        return state
 
 
 def takes_rows(widths, index, rows):
     """As `takes_width`, of one width, too."""
     return rows > 0 if len(widths) == 1 else takes_width(widths, index, rows)
-
-
-@dataclass(frozen=True)
-class Consumer(grouped_consumer.Consumer):
-    """One warpgroup: the main loop, and what follows it for each tile."""
-
-    swapped: Any = None
-    """1 where the gate's sums lie behind those of up."""
-
-    @cute.jit
-    def run(self, tiles, k_tiles):
-        """Multiply, convert, store, tile after tile."""
-        config, ring, group = self.config, self.ring, self.group
-        widths = config.widths
-        pingpong = const_expr(config.schedule == "pingpong")
-
-        sums = cute.make_rmem_tensor(config.accumulator_registers, Float32)
-        turn = Int32(0)
-        state = ring.consumer_start()
-        index = tiles.first()
-        if const_expr(pingpong):
-            if group == 1:
-                # The second warpgroup takes the block's second tile, k tiles deeper in the ring.
-                state = ring.consumer_state(k_tiles)
-                index = tiles.next(index, 1)
-                self.end_turn(0)
-
-        while tiles.has(index):
-            place = tiles.place(index)
-            epilogue = self.epilogue.at(place)
-            bias = epilogue.bias_of(place)
-            if const_expr(pingpong):
-                cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP_THREADS)
-            if const_expr(len(widths) == 1):
-                state = self.sum(sums, 0, state, k_tiles)
-            else:
-                for width in cutlass.range_constexpr(len(widths)):
-                    if takes_width(widths, width, place.rows):
-                        state = self.sum(sums, width, state, k_tiles)
-            if const_expr(config.fused.gated):
-                self.put_gate_first(sums)
-            turn = epilogue.store(sums, place, bias, turn)
-            if const_expr(pingpong):
-                state = ring.skip(state, k_tiles)
-                index = tiles.next(index, 2)
-            else:
-                index = tiles.next(index, 1)
-
-    @cute.jit
-    def put_gate_first(self, sums):
-        """Exchange the two values of each gate, 8 rows apart, where up lies first in memory."""
-        for block in cutlass.range_constexpr(self.config.accumulator_registers // 4):
-            for pair in cutlass.range_constexpr(2):
-                first, second = sums[4 * block + pair], sums[4 * block + 2 + pair]
-                sums[4 * block + pair] = second if self.swapped == 1 else first
-                sums[4 * block + 2 + pair] = first if self.swapped == 1 else second
 
 
 @dataclass(frozen=True)
@@ -251,13 +168,29 @@ class Epilogue(grouped_epilogue.Epilogue):
         d = self.d + Int64(place.begin) * (self.out.width // 8)
         return replace(self, n=place.n, d=d, bias=bias)
 
+    def bias_of(self, place):
+        """The way out of a tile, and what is added there."""
+        way_out = self.at(place)
+        return way_out, way_out.added(place)
+
+    def added(self, place):
+        return grouped_epilogue.Epilogue.bias_of(self, place)
+
+    def store(self, sums, place, bias, turn):
+        """bias: `bias_of`."""
+        way_out, added = bias
+        return grouped_epilogue.Epilogue.store(way_out, sums, place, added, turn)
+
 
 @dataclass(frozen=True)
 class GatedEpilogue(Epilogue):
     """Where one weight gates the other."""
 
+    swapped: Int32 = 0
+    """1 where the gate's sums lie behind those of up."""
+
     @cute.jit
-    def bias_of(self, place):
+    def added(self, place):
         """What is added to this thread's column of gate and of up, for each part of a tile."""
         atoms, bytes_each = self.config.atoms_per_warpgroup, self.out.width // 8
         values = cute.make_rmem_tensor(2 * atoms, Float32)
@@ -270,9 +203,21 @@ class GatedEpilogue(Epilogue):
                 values[half] = cute.make_tensor(pointer, cute.make_layout(1))[0].to(Float32)
         return values
 
+    @cute.jit
+    def store(self, sums, place, bias, turn):
+        """As there. The two values of a gate, 8 rows apart, change places where up lies first in memory."""
+        for block in cutlass.range_constexpr(self.config.accumulator_registers // 4):
+            for pair in cutlass.range_constexpr(2):
+                first, second = sums[4 * block + pair], sums[4 * block + 2 + pair]
+                sums[4 * block + pair] = second if self.swapped == 1 else first
+                sums[4 * block + 2 + pair] = first if self.swapped == 1 else second
+        return Epilogue.store(self, sums, place, bias, turn)
 
-class Gemm(grouped_gemm.Gemm):
+
+class Gemm(Product, grouped_gemm.Gemm):
     """The product for one `GroupedConfig`, whose epilogue is empty or a gate."""
+
+    arguments = Arguments
 
     # ---- host side: runs on the CPU at every launch -------------------------------------------------
 
@@ -328,19 +273,7 @@ class Gemm(grouped_gemm.Gemm):
         self.kernel(
             weights, rows, mmas, epilogue_mma, (sA_layout, sA_loaded, sB_widths), params, out,
             cute.ceil_div(given.k, config.tile_k), given.l2_hint,
-        ).launch(
-            grid=(given.clusters, 1, 1),
-            block=(config.threads, 1, 1),
-            smem=self.smem_bytes,
-            stream=stream,
-            # Without it ptxas ignores setmaxnreg (warning C7508).
-            min_blocks_per_mp=1,
-        )  # fmt: skip
-
-    @cute.jit
-    def __call__(self, *arguments):
-        """arguments: those of `Arguments`; the stream."""
-        self.launch(Arguments(*arguments[:-1]), arguments[-1])
+        ).launch(grid=(given.clusters, 1, 1), **launch_words(config, self.smem_bytes, stream))  # fmt: skip
 
     # ---- device side --------------------------------------------------------------------------------
 
@@ -359,58 +292,33 @@ class Gemm(grouped_gemm.Gemm):
     ):
         """`weights`, `rows`: what TMA loads, the rows for each of the config's widths."""
         config = self.config
-        thread, _, _ = cute.arch.thread_idx()
+        thread, warp_index, group = place_in_block()
         block, _, _ = cute.arch.block_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
         tiles = Tiles(config, params, Int32(block))
-
-        if warp_index == 0:
-            for index in cutlass.range_constexpr(len(weights)):
-                cpasync.prefetch_descriptor(weights[index].atom)
-            for index in cutlass.range_constexpr(len(config.widths)):
-                cpasync.prefetch_descriptor(rows[index].atom)
+        prefetch(warp_index, (*weights, *rows))
 
         storage = SmemAllocator().allocate(self.storage)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
-        if thread == 0:
-            ring.make_barriers()
-        cute.arch.mbarrier_init_fence()
+        begin(thread, False, ring.make_barriers)
+        sA, sA_loaded = (tensor_in(storage.a, layout) for layout in layouts[:2])  # (bM, bK, STAGE)
+        sB_widths = tuple(tensor_in(storage.b, layout) for layout in layouts[2])
 
-        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sA_loaded = storage.a.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)
-        sB_widths = tuple(storage.b.get_tensor(layout.outer, swizzle=layout.inner) for layout in layouts[2])
+        def load():
+            producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, Int32(0))
+            producer.run(tiles, k_tiles, l2_hint)
 
-        load_registers, mma_registers = config.registers
-        started = 32 + config.consumers * WARPGROUP_THREADS
-        if group == 0:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if warp_index == 0:
-                # Nobody waits here, as in `cute_sm90`.
-                cute.arch.sync_warp()
-                cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                producer = Producer(config, weights, rows, sA_loaded, sB_widths, ring, Int32(0))
-                producer.run(tiles, k_tiles, l2_hint)
-        else:
-            cute.arch.setmaxregister_increase(mma_registers)
-            cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
-            buffers = config.consumers * config.epilogue_buffers
-            rows_apart, buffer = config.pitch * config.epi_n, config.pitch * config.staged_rows
-            staging = cute.make_layout(  # (epiM, epiN, BUFFER)
-                (MMA_ATOM_M, config.epi_n, buffers), stride=(1, config.pitch, buffer)
-            )
-            if const_expr(config.fused.gated):
-                staging = cute.make_layout(
-                    ((8, 2, MMA_ATOM_M // 16), config.epi_n, buffers),
-                    stride=((1, rows_apart, 8), config.pitch, buffer),
-                )
-            sD = storage.d.get_tensor(staging)
+        def multiply(staged):
+            sD = cute.make_tensor(staged, staged_rows(config))
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
             d, ldd, biases, swapped = out
-            way_out = GatedEpilogue if const_expr(config.fused.gated) else Epilogue
+            way_out, more = Epilogue, ()
+            if const_expr(config.fused.gated):
+                way_out, more = GatedEpilogue, (swapped,)
             epilogue = way_out(
                 config, self.dtypes.out, epilogue_mma, sD, params.n, d, ldd, biases[0], Int64(0), Int32(0),
-                Int64(0), consumer, own, biases,
+                Int64(0), consumer, own, biases, *more,
             )  # fmt: skip
             released = ring.for_consumer(thread % 32, (Int32(0), Int32(0)))
-            Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer, swapped).run(tiles, k_tiles)
+            Consumer(config, mmas, sA, sB_widths, released, epilogue, consumer).run(tiles, k_tiles)
+
+        part_ways(config, warp_index, group, storage, load, multiply)

@@ -17,18 +17,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import SmemAllocator
 
-from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS, KernelConfig
+from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel import fusion, producer, schedule
 from tunegemm.generate.cute_sm90.kernel.consumer import Consumer
 from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
-from tunegemm.generate.cute_sm90.kernel.layouts import (
-    START_BARRIER,
-    Dtypes,
-    Layouts,
-    Mmas,
-    load_box,
-    matrix_at,
-)
+from tunegemm.generate.cute_sm90.kernel.layouts import Mmas, load_box, matrix_at
 from tunegemm.generate.cute_sm90.kernel.producer import EVICT_FIRST, EVICT_NORMAL
 from tunegemm.generate.cute_sm90.kernel.ring import Ring
 from tunegemm.generate.cute_sm90.kernel.schedule import (
@@ -40,6 +33,20 @@ from tunegemm.generate.cute_sm90.kernel.schedule import (
 )
 from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
 from tunegemm.generate.joined.kernel.arguments import WEIGHTS, Arguments
+from tunegemm.generate.kernel_roles import (
+    Product,
+    await_empty,
+    begin,
+    cluster_words,
+    int32_at,
+    launch_words,
+    load_k_tiles,
+    multicast_masks,
+    part_ways,
+    place_in_block,
+    prefetch,
+    tensor_in,
+)
 
 
 class Parts(NamedTuple):
@@ -124,12 +131,7 @@ class Producer(producer.Producer):
         """Fill the ring, work unit after work unit."""
         config, ring = self.config, self.ring
         cta_m, cta_n, _ = cute.arch.block_idx()
-        cta_layout = cute.make_layout((config.cluster_m, config.cluster_n))
-        masks = [None, None]
-        if const_expr(config.cluster_n > 1):
-            masks[0] = cute.make_layout_image_mask(cta_layout, (cta_m, cta_n), mode=1)
-        if const_expr(config.cluster_m > 1):
-            masks[1] = cute.make_layout_image_mask(cta_layout, (cta_m, cta_n), mode=0)
+        a_mask, b_mask = multicast_masks(config, cta_m, cta_n)
         a_policy = Int64(EVICT_NORMAL)
         b_policy = Int64(EVICT_NORMAL)
         if l2_hint == 1:
@@ -146,54 +148,32 @@ class Producer(producer.Producer):
         while schedule.has(unit):
             origin = schedule.origin(tile)
             a_box = (config.tile_m, config.tile_k)
-            # CTAs of one cluster row share A tiles, those of one column share B tiles.
             a = self.a.atom, *self.partition(self.a, self.sA, origin.row, a_box, cta_n, config.cluster_n)
-            a = (*a, masks[0], a_policy)
+            a = (*a, a_mask, a_policy)
             column = schedule.column(tile)
             if const_expr(config.fused.gated):
                 halves = [
                     self.part(half, self.sB[(None, None, half, None)], column // 2, config.tile_n // 2, cta_m)
                     for half in range(2)
                 ]
-                loads = (a, *((*half, masks[1], b_policy) for half in halves))
-                state = self.fill(loads, state, unit.k_tiles)
+                loads = (a, *((*half, b_mask, b_policy) for half in halves))
+                state = load_k_tiles(ring, loads, state, unit.k_tiles)
             else:
                 for weight in cutlass.range_constexpr(WEIGHTS):
                     if tile.batch == weight:
                         b = self.part(weight, self.sB, column, config.tile_n, cta_m)
-                        state = self.fill((a, (*b, masks[1], b_policy)), state, unit.k_tiles)
+                        state = load_k_tiles(ring, (a, (*b, b_mask, b_policy)), state, unit.k_tiles)
             unit = schedule.next(unit)
             tile = schedule.tile(unit.index)
 
-        # A CTA must outlive the arrivals that its cluster's consumers send to its barriers.
         if const_expr(config.cluster_size > 1):
-            for _ in cutlass.range(config.stages, unroll=1):
-                ring.wait_empty(state)
-                state = ring.advance(state)
+            await_empty(ring, state)
 
     def part(self, weight, ring_tensor, column, columns, cta_m):
         """What loads a CTA's share of a weight's tile: the atom, the ring's stages and the k tiles."""
         config, b = self.config, self.b[weight]
         box = columns, config.tile_k
         return b.atom, *self.partition(b, ring_tensor, column, box, cta_m, config.cluster_m)
-
-    @cute.jit
-    def fill(self, loads, state, k_tiles):
-        """Load a tile, k tile after k tile. loads: for each operand its atom, the stages of its ring, its k
-        tiles, the CTAs that share them, and a policy. Returns where the ring then is.
-        """
-        ring = self.ring
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            ring.wait_empty(state)
-            ring.expect_bytes(state)
-            for load in cutlass.range_constexpr(len(loads)):
-                atom, stages, tiles, mask, policy = loads[load]
-                cute.copy(
-                    atom, tiles[(None, k_tile, 0)], stages[(None, state.stage)],
-                    tma_bar_ptr=ring.full + state.stage, mcast_mask=mask, cache_policy=policy,
-                )  # fmt: skip
-            state = ring.advance(state)
-        return state
 
 
 @dataclass(frozen=True)
@@ -241,25 +221,16 @@ class Fusion(fusion.Fusion):
         return (values,)
 
 
-class Gemm:
+class Gemm(Product):
     """The product for one `KernelConfig`, whose epilogue is bias_n, a gate, both or empty."""
 
-    def __init__(self, config: KernelConfig):
-        self.config = config
-        self.dtypes = Dtypes.of(config)
-        self.layouts = Layouts(config, self.dtypes)
-        self.smem_bytes = 0
+    arguments = Arguments
 
     # ---- host side: runs on the CPU at every launch -------------------------------------------------
 
     @cute.jit
-    def __call__(self, *arguments):
-        """Encode the TMA descriptors and launch. arguments: those of `Arguments`; the stream."""
-        self.launch(Arguments(*arguments[:-1]), arguments[-1])
-
-    @cute.jit
     def launch(self, given, stream):
-        """See `__call__`."""
+        """Encode the TMA descriptors and launch."""
         config, dtypes, layouts = self.config, self.dtypes, self.layouts
         rows = [cutlass.max(n, 8) for n in given.rows]
         out_n = given.n + given.n1 + given.n2
@@ -290,20 +261,14 @@ class Gemm:
         self.smem_bytes = self.storage.size_in_bytes()
 
         n, params, parts = self.schedule_params(given)
-        first_tiles = cute.make_ptr(Int32, given.first_tiles_address, cute.AddressSpace.gmem, assumed_align=4)
+        first_tiles = int32_at(given.first_tiles_address)
         mma = layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
         epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
         self.kernel(
             (a, b, d), Mmas(mma, epilogue_mma), (sA_layout, sB_layout, b_loaded, sD_layout), params, parts,
             given.l2_hint, first_tiles, (n, *given.biases),
         ).launch(
-            grid=(config.cluster_m, config.cluster_n, given.clusters),
-            block=(config.threads, 1, 1),
-            cluster=(config.cluster_m, config.cluster_n, 1),
-            smem=self.smem_bytes,
-            stream=stream,
-            # Without it ptxas ignores setmaxnreg (warning C7508).
-            min_blocks_per_mp=1,
+            **cluster_words(config, given.clusters), **launch_words(config, self.smem_bytes, stream)
         )  # fmt: skip
 
     @cute.jit
@@ -346,53 +311,32 @@ class Gemm:
         """`tensors`: A, those of B, D. `fused`: columns of the product, addresses of biases."""
         config = self.config
         a, b, d = tensors
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        thread, warp_index, group = place_in_block()
         schedule = Schedule(config, params, parts=parts).begun_by(first_index(config, first_tiles))
-
-        if warp_index == 0:
-            for tensor in cutlass.range_constexpr(2 + len(b)):
-                cpasync.prefetch_descriptor((a, d, *b)[tensor].atom)
+        prefetch(warp_index, (a, d, *b))
 
         storage = SmemAllocator().allocate(self.storage)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
-        if thread == 0:
-            ring.make_barriers()
-        cute.arch.mbarrier_init_fence()
-        # Nobody waits here, as in `cute_sm90`.
-        if const_expr(config.cluster_size > 1):
-            cute.arch.cluster_arrive_relaxed()
+        begin(thread, config.cluster_size > 1, ring.make_barriers)
+        sA = tensor_in(storage.a, layouts[0])  # (bM, bK, STAGE)
+        sB, sB_loaded = (tensor_in(storage.b, layout) for layout in layouts[1:3])  # (bN, bK, STAGE)
+        sD = tensor_in(storage.d, layouts[3])  # (epiM, epiN, BUFFER)
 
-        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
-        sB_loaded = storage.b.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)
-        sD = storage.d.get_tensor(layouts[3].outer, swizzle=layouts[3].inner)  # (epiM, epiN, BUFFER)
+        def load():
+            Producer(config, a, b, sA, sB_loaded, ring).run(schedule, l2_hint)
 
-        load_registers, mma_registers = config.registers
-        started = 32 + config.consumers * WARPGROUP_THREADS
-        if group == 0:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if const_expr(config.cluster_size > 1):
-                if warp_index != 0:
-                    cute.arch.cluster_wait()
-            if warp_index == 0:
-                if const_expr(config.cluster_size == 1):
-                    cute.arch.sync_warp()
-                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                Producer(config, a, b, sA, sB_loaded, ring).run(schedule, l2_hint)
-        else:
-            cute.arch.setmaxregister_increase(mma_registers)
-            if const_expr(config.cluster_size > 1):
-                cute.arch.cluster_wait()
-            else:
-                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+        def multiply(_):
             loaded, met = storage.loaded.data_ptr(), storage.met.data_ptr()
-            thread, group = thread - WARPGROUP_THREADS, group - 1  # of the consumers
+            of_consumers, consumer = thread - WARPGROUP_THREADS, group - 1
             cta_m, cta_n, _ = cute.arch.block_idx()
-            own, lane = thread % WARPGROUP_THREADS, thread % 32
+            own, lane = of_consumers % WARPGROUP_THREADS, of_consumers % 32
             fusion = Fusion.of(config, self.dtypes, d.tensor, (*fused, parts), own)
-            epilogue = Epilogue(config, self.dtypes, d, None, mmas.epilogue, sD, loaded, fusion, group, own)
-            split_k = SplitK(config, Workspace(first_tiles, first_tiles), met, (cta_m, cta_n), group, own)
-            consumer = Consumer(config, self.dtypes.acc, mmas.tile, sA, sB, ring, epilogue, split_k, group)
-            consumer.run(schedule, lane, (cta_m, cta_n))
+            epilogue = Epilogue(
+                config, self.dtypes, d, None, mmas.epilogue, sD, loaded, fusion, consumer, own
+            )
+            split_k = SplitK(config, Workspace(first_tiles, first_tiles), met, (cta_m, cta_n), consumer, own)
+            Consumer(config, self.dtypes.acc, mmas.tile, sA, sB, ring, epilogue, split_k, consumer).run(
+                schedule, lane, (cta_m, cta_n)
+            )
+
+        part_ways(config, warp_index, group, storage, load, multiply)
