@@ -28,22 +28,21 @@ def config_from(parameters: Mapping[str, Any]) -> KernelConfig:
 class AlongK(LoadedKernel[KernelConfig]):
     """A compiled kernel of groups along k."""
 
-    def launch(self, a: Any, b: Any, out: Any, offsets: Any, *, blocks: int, swizzle_size: int = 8) -> None:
-        """out[e] = a[rows of e]^T b[rows of e].
+    def launch(self, a: Any, b: Any, out: Any, offsets: Any, **words: int) -> None:
+        """One product on the current stream; see `of`."""
+        self.of(a, b, out, offsets, **words)(a, b, out, offsets)
+
+    def of(
+        self, a: Any, b: Any, out: Any, offsets: Any, *, blocks: int, swizzle_size: int = 8
+    ) -> Callable[..., None]:
+        """The launch of out[e] = a[rows of e]^T b[rows of e] for operands with these layouts.
 
         a: (rows, M). b: (rows, N). out: (E, M, N). Rows' strides, and those of out, are multiples of 16
         bytes. offsets: int32 (E). blocks: the grid, at most as many as are resident. swizzle_size: tiles
         along N that share tiles of a.
 
-        Raises NotTaken for operands that the kernel does not take.
+        Raises NotTaken if the kernel does not take the layouts; a launch raises it for unaligned addresses.
         """
-        self.of(a, b, out, offsets, blocks=blocks, swizzle_size=swizzle_size)(a, b, out, offsets)
-
-    def of(
-        self, a: Any, b: Any, out: Any, offsets: Any, *, blocks: int, swizzle_size: int = 8
-    ) -> Callable[..., None]:
-        """`launch` for operands with these layouts. Raises NotTaken if the kernel does not take the layouts;
-        a launch raises it for unaligned addresses."""
         from torch._C import _cuda_getCurrentRawStream as current_stream
 
         if wrong := objection(a, b, offsets):
@@ -74,7 +73,6 @@ FAMILY = Kernels(
     compile=compiler(KernelConfig, "tunegemm.generate.along_k.kernel", 2),
     kernel=AlongK.load,
 )
-kernel_key = FAMILY.key_of
 
 
 def objection(a: Any, b: Any, offsets: Any) -> str:

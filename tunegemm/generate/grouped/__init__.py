@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILY", "L2_HINTS", "GroupedKernel", "config_of", "launch_arguments"]
 
-#: The launch parameter `l2_hint`, in the order of its numbers: `GroupedKernel.launch`.
+#: The launch parameter `l2_hint`, in the order of its numbers: `GroupedKernel.of`.
 L2_HINTS = ("none", "weights_first")
 
 
@@ -35,10 +35,19 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
     """A compiled kernel for groups of rows."""
 
     def launch(
-        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, *,
-        scales: Any = None, interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
-    ) -> None:  # fmt: skip
-        """out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g; gated if the kernel is.
+        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, scales: Any = None, **words: Any
+    ) -> None:
+        """One product on the current stream; see `of`."""
+        launch = self.of(a, weights, out, offsets, bias, scales, **words)
+        launch(a, weights, out, offsets, bias, scales)
+
+    def of(
+        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, scales: Any = None, *,
+        interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
+    ) -> Callable[..., None]:  # fmt: skip
+        """The launch for (a, weights, out, offsets, bias, scales) with these layouts.
+
+        out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g; gated if the kernel is.
 
         a: (rows, K). weights: (E, N, K), with k contiguous, or n if the config says so. out: (rows, N).
         offsets: int32 (E). bias: (E, N), its columns contiguous.
@@ -48,20 +57,6 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
         blocks: the grid, at most as many as are resident; rounded down to whole clusters, at least one.
         swizzle_size: how many tiles of rows share weights.
         l2_hint: 1 to evict lines of the weights from L2 first.
-
-        Raises NotTaken if the kernel does not take the operands.
-        """
-        launch = self.of(
-            a, weights, out, offsets, bias, scales=scales, interleaved=interleaved,
-            blocks=blocks, swizzle_size=swizzle_size, l2_hint=l2_hint,
-        )  # fmt: skip
-        launch(a, weights, out, offsets, bias, scales)
-
-    def of(
-        self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, scales: Any = None, *,
-        interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
-    ) -> Callable[..., None]:  # fmt: skip
-        """The launch for (a, weights, out, offsets, bias, scales) with these layouts; see `launch`.
 
         Raises NotTaken if the kernel does not take the layouts; a launch raises it for unaligned addresses.
         """
@@ -131,7 +126,7 @@ def launcher(
 
 
 def launch_arguments(candidate: Candidate) -> tuple[int, int]:
-    """A candidate's `swizzle_size` and `l2_hint` as `GroupedKernel.launch` takes them."""
+    """A candidate's `swizzle_size` and `l2_hint` as `GroupedKernel.of` takes them."""
     return int(candidate["swizzle_size"]), L2_HINTS.index(candidate["l2_hint"])
 
 
@@ -152,4 +147,3 @@ FAMILY = TileGenerator(
     kernel=GroupedKernel.load,
     launcher=launcher,
 )
-kernel_key = FAMILY.key_of

@@ -147,7 +147,6 @@ FAMILY = Kernels(
     kernel=JoinedKernel.load,
     choices=_choices,
 )
-kernel_key = FAMILY.key_of
 
 
 def refusal(

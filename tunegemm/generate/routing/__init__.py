@@ -47,14 +47,7 @@ FEW_TOKENS, FEW_SHARE = 3, 8
 _POINTERS = {
     "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
     "tally": {"index": "i32", "counts": "i32"},
-    "spread": {
-        "index": "i32",
-        "x": "i64",
-        "counts": "i32",
-        "place": "i32",
-        "ends": "i32",
-        "rows": "i64",
-    },
+    "spread": {"index": "i32", "x": "i64", "counts": "i32", "place": "i32", "ends": "i32", "rows": "i64"},
     "combine": {"rows": "", "place": "i32", "ends": "i32", "weights": "", "out": ""},
     "gate": {"both": "", "out": ""},
     "few": {"rows": "", "weights": "", "ends": "i32", "bias": "", "out": ""},
@@ -189,24 +182,23 @@ FAMILY = Kernels(
 )
 
 
-def route_numbers(
-    *, step: int, tokens: int, chosen: int, count: int, units: int, x_units: int, own_rows: int
-) -> tuple[int, dict[str, int]]:
-    """The number of blocks of a launch of `route`, and its kernel's arguments by name."""
+Numbers = tuple[int, dict[str, int]]
+"""The number of blocks of a launch, and its kernel's arguments by name."""
+
+
+def route_numbers(*, tokens: int, chosen: int, count: int, own_rows: int, **rest: int) -> Numbers:
+    """Those of `route`. rest: step, units and x_units, as the kernel takes them."""
     total = tokens * chosen
-    numbers = {
-        "step": step, "total": total, "chosen": chosen, "count": count, "units": units, "x_units": x_units,
-    }  # fmt: skip
-    return math.ceil(total / own_rows) + math.ceil(count / EXPERTS), numbers
+    blocks = math.ceil(total / own_rows) + math.ceil(count / EXPERTS)
+    return blocks, {"total": total, "chosen": chosen, "count": count, **rest}
 
 
-def spread_numbers(
-    *, step: int, tokens: int, chosen: int, count: int, units: int, x_units: int
-) -> tuple[int, dict[str, int]]:
-    """Blocks and arguments of `spread`. `tally` has as many blocks, and some of the arguments."""
-    return math.ceil(tokens * chosen / SPREAD_ROWS), route_numbers(
-        step=step, tokens=tokens, chosen=chosen, count=count, units=units, x_units=x_units, own_rows=1
-    )[1]
+def spread_numbers(*, tokens: int, chosen: int, **rest: int) -> Numbers:
+    """Those of `spread`. `tally` has as many blocks, and some of the arguments. rest: as of `route`, and
+    count.
+    """
+    total = tokens * chosen
+    return math.ceil(total / SPREAD_ROWS), {"total": total, "chosen": chosen, **rest}
 
 
 def most_counts(total: int) -> int:
@@ -214,67 +206,60 @@ def most_counts(total: int) -> int:
     return math.ceil(total / SPREAD_ROWS) * BINS
 
 
-def combine_numbers(
-    *, step: int, tokens: int, chosen: int, count: int, units: int, weights_stride: int
-) -> tuple[int, dict[str, int]]:
-    """Blocks and arguments of `combine`."""
+def combine_numbers(*, tokens: int, units: int, **rest: int) -> Numbers:
+    """Those of `combine`. rest: step, count, chosen and weights_stride, as the kernel takes them."""
     blocks = math.ceil(units * 8 / COLUMNS)
-    numbers = {
-        "step": step, "count": count, "chosen": chosen, "units": units, "blocks": blocks,
-        "weights_stride": weights_stride,
-    }  # fmt: skip
-    return tokens * blocks, numbers
+    return tokens * blocks, {"units": units, "blocks": blocks, **rest}
 
 
-def gate_numbers(
-    *, rows: int, units: int, slope: float, limit: float, offset: float
-) -> tuple[int, dict[str, int]]:
-    """Blocks and arguments of `gate`."""
+def gate_numbers(*, rows: int, units: int, slope: float, limit: float, offset: float) -> Numbers:
+    """Those of `gate`."""
     blocks = math.ceil(units * 8 / GATE_COLUMNS)
     return rows * blocks, {"units": units, "blocks": blocks, **_bits(slope, limit, offset)}
 
 
 def few_numbers(
-    *, rows: int, count: int, n: int, units: int, strides: tuple[int, int, int], bias_stride: int | None,
-    gated: bool, interleaved: bool,
-) -> tuple[int, dict[str, int]]:  # fmt: skip
-    """Blocks and arguments of `few`. n: columns of the result. strides: of rows, groups and lines.
-    bias_stride: None for no bias.
+    *, rows: int, n: int, strides: tuple[int, int, int], bias_stride: int | None, gated: bool,
+    interleaved: bool, **rest: int,
+) -> Numbers:  # fmt: skip
+    """Those of `few`. n: columns of the result. strides: of rows, groups and lines. bias_stride: None for no
+    bias. rest: count and units, as the kernel takes them.
     """
     numbers = {
-        "total": rows, "count": count, "n": n, "units": units, "row_units": strides[0],
-        "group_units": strides[1], "line_units": strides[2], "has_bias": int(bias_stride is not None),
-        "bias_stride": bias_stride or 0, "turns": 1 + (gated and interleaved),
-        "apart": 0 if not gated else 1 if interleaved else n,
+        "total": rows, "n": n, "row_units": strides[0], "group_units": strides[1], "line_units": strides[2],
+        "turns": 1 + (gated and interleaved), "apart": 0 if not gated else 1 if interleaved else n,
     }  # fmt: skip
-    return rows * math.ceil(n / FEW_LINES), numbers
+    return rows * math.ceil(n / FEW_LINES), numbers | _bias(bias_stride) | rest
 
 
 def few_up_numbers(
-    *, step: int, total: int, chosen: int, count: int, n: int, units: int, strides: tuple[int, int, int],
-    bias_stride: int | None, interleaved: bool, slope: float, limit: float, offset: float,
-) -> tuple[int, dict[str, int]]:  # fmt: skip
-    """Blocks and arguments of `few_up`. n, strides, bias_stride: as `few_numbers` has them."""
+    *, total: int, n: int, strides: tuple[int, int, int], bias_stride: int | None, interleaved: bool,
+    slope: float, limit: float, offset: float, **rest: int,
+) -> Numbers:  # fmt: skip
+    """Those of `few_up`. n, strides, bias_stride: as `few_numbers` has them. rest: step, chosen, count and
+    units, as the kernel takes them.
+    """
     numbers = {
-        "step": step, "total": total, "chosen": chosen, "count": count, "n": n, "units": units,
-        "x_units": strides[0], "group_units": strides[1], "line_units": strides[2],
-        "has_bias": int(bias_stride is not None), "bias_stride": bias_stride or 0,
-        "turns": 1 + interleaved, "apart": 1 if interleaved else n, **_bits(slope, limit, offset),
+        "total": total, "n": n, "x_units": strides[0], "group_units": strides[1], "line_units": strides[2],
+        "turns": 1 + interleaved, "apart": 1 if interleaved else n,
     }  # fmt: skip
-    return total * math.ceil(n / UP_LINES), numbers
+    numbers |= _bias(bias_stride) | _bits(slope, limit, offset)
+    return total * math.ceil(n / UP_LINES), numbers | rest
 
 
 def few_down_numbers(
-    *, step: int, tokens: int, chosen: int, count: int, n: int, units: int, strides: tuple[int, int],
-    bias_stride: int | None, factors_stride: int, lines: int,
-) -> tuple[int, dict[str, int]]:  # fmt: skip
-    """Blocks and arguments of `few_down`. strides: of groups and lines. lines: columns of a block."""
-    numbers = {
-        "step": step, "tokens": tokens, "chosen": chosen, "count": count, "n": n, "units": units,
-        "group_units": strides[0], "line_units": strides[1], "has_bias": int(bias_stride is not None),
-        "bias_stride": bias_stride or 0, "factors_stride": factors_stride,
-    }  # fmt: skip
-    return tokens * math.ceil(n / lines), numbers
+    *, tokens: int, n: int, strides: tuple[int, int], bias_stride: int | None, lines: int, **rest: int
+) -> Numbers:
+    """Those of `few_down`. strides: of groups and lines. lines: columns of a block. rest: step, chosen,
+    count, units and factors_stride, as the kernel takes them.
+    """
+    numbers = {"tokens": tokens, "n": n, "group_units": strides[0], "line_units": strides[1]}
+    return tokens * math.ceil(n / lines), numbers | _bias(bias_stride) | rest
+
+
+def _bias(stride: int | None) -> dict[str, int]:
+    """The numbers of a bias; None for none."""
+    return {"has_bias": int(stride is not None), "bias_stride": stride or 0}
 
 
 def _bits(slope: float, limit: float, offset: float) -> dict[str, int]:
