@@ -138,7 +138,7 @@ MEASURED = {
     "grouped": "3faf1c046f890d73",
     "along_k": "4465e08573119f2c",
     "routing": "5c2d737d78b9ad7f",
-    "joined": "efe56b59e3e3c78f",
+    "joined": "c397728a2d716594",
     "blocks": "ab85964482a73102",
     "block_groups": "4a29b90d355bb98b",
     "drawn": "db17fa397407e3f9",

@@ -11,24 +11,12 @@ from typing import Any
 from tunegemm.compile.ptxas import Resources
 from tunegemm.compile.triton_object import build_without_spills, toolchain
 from tunegemm.describe.architectures import of_target
-from tunegemm.describe.device import Device
-from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import register_budget
 from tunegemm.generate.generator import CUDA_BINDINGS, TRITON, Key, TileGenerator
-from tunegemm.generate.launching import Launcher
 from tunegemm.generate.tiles import ordered_bf16_sum, split_workspace
+from tunegemm.generate.triton_launch import load_launcher
 from tunegemm.generate.triton_tma.config import KernelConfig
 from tunegemm.generate.triton_tma.rules import RULES, config_of
-from tunegemm.generate.workspace import Workspace
-
-
-def launcher(
-    problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
-) -> Launcher:
-    from tunegemm.generate.triton_launch import load_launcher
-
-    return load_launcher(problem, candidate, device, artifact, workspace)
 
 
 def compile_kernel(key: Key, out: Path) -> Resources:
@@ -84,7 +72,7 @@ FAMILY = TileGenerator(
     tma=True,
     compile=compile_kernel,
     workspace=split_workspace,
-    launcher=launcher,
+    launcher=load_launcher,
     toolchain=toolchain,
     packages=(CUDA_BINDINGS,),
     compiler_packages=(TRITON,),

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.cute_sm90.config import WARPGROUP_THREADS
-from tunegemm.generate.cute_sm90.kernel.layouts import load_box, matrix_at
+from tunegemm.generate.cute_sm90.kernel.layouts import load_box
 from tunegemm.generate.cute_sm90.kernel.producer import EVICT_FIRST, EVICT_NORMAL
 from tunegemm.generate.cute_sm90.kernel.ring import Ring
 from tunegemm.generate.grouped.config import GroupedConfig
@@ -29,9 +29,7 @@ from tunegemm.generate.grouped.kernel.producer import takes_width
 from tunegemm.generate.joined.kernel.arguments import WEIGHTS, Arguments
 from tunegemm.generate.kernel_rasterization import raster_of, tile_at
 from tunegemm.generate.kernel_roles import (
-    Product,
     begin,
-    launch_words,
     part_ways,
     place_in_block,
     prefetch,
@@ -214,71 +212,60 @@ class GatedEpilogue(Epilogue):
         return Epilogue.store(self, sums, place, bias, turn)
 
 
-class Gemm(Product, grouped_gemm.Gemm):
+class Gemm(grouped_gemm.Gemm):
     """The product for one `GroupedConfig`, whose epilogue is empty or a gate."""
-
-    arguments = Arguments
 
     # ---- host side: runs on the CPU at every launch -------------------------------------------------
 
     @cute.jit
-    def launch(self, given, stream):
-        """Encode the TMA descriptors and launch."""
-        config, dtypes, layouts = self.config, self.dtypes, self.layouts
-        swapped = Int32(0)
-        if const_expr(config.fused.gated):
-            base = Int64(given.b_address)
+    def __call__(self, *arguments):
+        """Encode the TMA descriptors and launch, as `grouped` would for the first weight as the only group;
+        for a gate for that of the two which lies first. arguments: those of `Arguments`; the stream.
+        """
+        given = Arguments(*arguments[:-1])
+        first, apart, swapped = Int64(given.b_address), Int64(0), Int32(0)
+        n = given.n
+        if const_expr(self.config.fused.gated):
             apart = given.b1_address - given.b_address
             if apart < 0:
-                base = Int64(given.b1_address)
+                first = Int64(given.b1_address)
                 apart = given.b_address - given.b1_address
                 swapped = Int32(1)
-            mA = matrix_at(base, dtypes.a, (given.n, given.k, 1), True, given.ldb, given.ldb)  # (N, K, 1)
-            gated, stage, sA_loaded, box = self.gated_weights(mA, given.ldb, apart // (dtypes.a.width // 8))
-            sA_layout = layouts.ring_a(mA, config.stages)  # (bM, bK, STAGE)
-            weights = (load_box(gated, stage, box, 1),)
         else:
-            mAs = given.weights(dtypes.a, [cutlass.max(n, 8) for n in given.rows])  # (N, K, 1) each
-            sA_layout = layouts.ring_a(mAs[0], config.stages)  # (bM, bK, STAGE)
-            sA_loaded = sA_layout
-            stage, box = layouts.ring_a(mAs[0]), (config.tile_m, config.tile_k)
-            weights = tuple(load_box(mA, stage, box, 1) for mA in mAs)
-        lda = cute.assume(given.lda, divby=128 // dtypes.b.width)
-        mB = cute.make_tensor(  # (ROW, K)
-            cute.make_ptr(dtypes.b, given.a_address, cute.AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((given.m, given.k), stride=(lda, 1)),
-        )
-        sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
-        sB_widths = tuple(  # (width, bK, STAGE)
-            self.first_rows(layouts._ring(mB, dtypes.b, width)) for width in config.widths
-        )
-        rows = tuple(
-            load_box(mB, layouts._ring(mB, dtypes.b, width), (width, config.tile_k), 1)
-            for width in config.widths
-        )
-        mmas = tuple(layouts.tiled_mma(config.tile_warpgroups, width) for width in config.widths)
-        epilogue_mma = layouts.tiled_mma(1, config.epi_n)
-        self.storage = layouts.shared_storage(cute.cosize(sA_layout), cute.cosize(sB_layout))
-        self.smem_bytes = self.storage.size_in_bytes()
+            n = cutlass.max(n, 8)
+        group = grouped_gemm.Arguments(
+            first, given.a_address, given.d_address, n, given.m, given.k, 1, given.ldb, given.lda, given.ldd,
+            given.ldb, Int64(0), apart // (self.dtypes.a.width // 8), given.swizzle_size, given.clusters,
+            (given, swapped), Int64(0), Int64(0), Int64(0),
+        )  # fmt: skip
+        self.launch(group, arguments[-1])
+
+    def kernel(self, weights, rows, mmas, epilogue_mma, layouts, params, offsets, out, k_tiles, joined):
+        """What `launch` launches. joined: what is there in place of `grouped`'s `l2_hint`."""
+        config, (given, swapped) = self.config, joined
         second = cute.ceil_div(given.n, config.tile_columns)
-        third, total = second, second
-        if const_expr(not config.fused.gated):
+        third, total, every = second, second, (weights,)
+        if not config.fused.gated:
             third = second + cute.ceil_div(given.n1, config.tile_columns)
             total = third + cute.ceil_div(given.n2, config.tile_columns)
+            _, *others = given.weights(
+                self.dtypes.a, [cutlass.max(n, 8) for n in given.rows]
+            )  # (N, K, 1) each
+            box = config.tile_m, config.tile_k
+            every = (weights, *(load_box(mA, self.layouts.ring_a(mA), box, 1) for mA in others))
         params = TilesParams(
             given.n, given.n1, given.n2, second, third, total, cute.ceil_div(given.m, config.tile_n),
             given.m, given.swizzle_size, given.clusters,
         )  # fmt: skip
         out = (given.d_address, given.ldd, given.biases, swapped)
-        self.kernel(
-            weights, rows, mmas, epilogue_mma, (sA_layout, sA_loaded, sB_widths), params, out,
-            cute.ceil_div(given.k, config.tile_k), given.l2_hint,
-        ).launch(grid=(given.clusters, 1, 1), **launch_words(config, self.smem_bytes, stream))  # fmt: skip
+        return self.joined_kernel(
+            every, rows, mmas, epilogue_mma, layouts, params, out, k_tiles, given.l2_hint
+        )
 
     # ---- device side --------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(
+    def joined_kernel(
         self,
         weights: tuple,
         rows: tuple,
