@@ -136,13 +136,13 @@ MEASURED = {
     "cute_sm80": "02dd1cf7a0086911",
     "skinny": "c54f8e63f0edac42",
     "grouped": "3faf1c046f890d73",
-    "along_k": "4465e08573119f2c",
+    "along_k": "21a76a4a2b800144",
     "routing": "5c2d737d78b9ad7f",
-    "joined": "c397728a2d716594",
+    "joined": "7fa52e7a4206f4c3",
     "blocks": "ab85964482a73102",
-    "block_groups": "4a29b90d355bb98b",
-    "drawn": "db17fa397407e3f9",
-    "parted": "b1678ec45ee39ee7",
+    "block_groups": "078174b5332a2198",
+    "drawn": "84944e8a4f18ec59",
+    "parted": "35cb922d643ccfd4",
     "quantize": "54ef155c82e65149",
 }
 

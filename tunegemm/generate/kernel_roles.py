@@ -18,7 +18,7 @@ from tunegemm.generate.cute_sm90.kernel.layouts import START_BARRIER, Dtypes, La
 
 
 class Product:
-    """The base of a product for one config: encodes TMA descriptors and launches."""
+    """The base of a product for one config: its `launch` encodes TMA descriptors and starts a kernel."""
 
     arguments: Any
     """The fields of what a launch is given, before the stream."""
@@ -34,19 +34,17 @@ class Product:
         """arguments: those of `arguments`; the stream."""
         self.launch(self.arguments(*arguments[:-1]), arguments[-1])
 
-
-def launch_words(config, smem_bytes, stream):
-    """What any launch of a warp-specialized kernel names, but for the grid."""
-    # Without `min_blocks_per_mp` ptxas ignores setmaxnreg (warning C7508).
-    return {
-        "block": (config.threads, 1, 1), "smem": smem_bytes, "stream": stream, "min_blocks_per_mp": 1,
-    }  # fmt: skip
-
-
-def cluster_words(config, clusters):
-    """The grid of so many clusters."""
-    cluster = config.cluster_m, config.cluster_n
-    return {"grid": (*cluster, clusters), "cluster": (*cluster, 1)}
+    def start(self, kernel, clusters, stream):
+        """Launch a kernel with its arguments in so many clusters."""
+        config = self.config
+        kernel.launch(
+            grid=(config.cluster_m, config.cluster_n, clusters),
+            block=(config.threads, 1, 1),
+            cluster=(config.cluster_m, config.cluster_n, 1),
+            smem=self.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,  # without it ptxas ignores setmaxnreg (warning C7508)
+        )
 
 
 def int32_at(address):

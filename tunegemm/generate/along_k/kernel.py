@@ -34,10 +34,8 @@ from tunegemm.generate.kernel_roles import (
     Product,
     await_empty,
     begin,
-    cluster_words,
     draw,
     int32_at,
-    launch_words,
     load_k_tiles,
     multicast_masks,
     part_ways,
@@ -386,9 +384,9 @@ class Gemm(Product):
         pointers = int32_at(given.offsets_address), int32_at(given.counter_address)
         mma = layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
         epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
-        self.kernel(
-            (a, b, d), (mma, epilogue_mma), (sA_layout, sB_layout, sD_layout), params, pointers
-        ).launch(**cluster_words(config, given.clusters), **launch_words(config, self.smem_bytes, stream))
+        shared = sA_layout, sB_layout, sD_layout
+        kernel = self.kernel((a, b, d), (mma, epilogue_mma), shared, params, pointers)
+        self.start(kernel, given.clusters, stream)
 
     @cute.kernel
     def kernel(self, tensors: tuple, mmas: tuple, layouts: tuple, params: WalkParams, pointers: tuple):

@@ -37,9 +37,7 @@ from tunegemm.generate.kernel_roles import (
     Product,
     await_empty,
     begin,
-    cluster_words,
     int32_at,
-    launch_words,
     load_k_tiles,
     multicast_masks,
     part_ways,
@@ -264,12 +262,11 @@ class Gemm(Product):
         first_tiles = int32_at(given.first_tiles_address)
         mma = layouts.tiled_mma(config.tile_warpgroups, config.tile_n)
         epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
-        self.kernel(
+        kernel = self.kernel(
             (a, b, d), Mmas(mma, epilogue_mma), (sA_layout, sB_layout, b_loaded, sD_layout), params, parts,
             given.l2_hint, first_tiles, (n, *given.biases),
-        ).launch(
-            **cluster_words(config, given.clusters), **launch_words(config, self.smem_bytes, stream)
         )  # fmt: skip
+        self.start(kernel, given.clusters, stream)
 
     @cute.jit
     def schedule_params(self, given):
