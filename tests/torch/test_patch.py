@@ -99,8 +99,14 @@ class Own(TunedLinear):
 
 
 def test_a_subclass_that_somebody_wrote_is_left_alone(model):
-    model.append(Own(64, 64))
-    assert (tunegemm.unpatch(model), type(model[3])) == (2, Own)
+    class Local(TunedLinear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    model.extend([Own(64, 64), Local(64, 64)])
+    assert (tunegemm.unpatch(model), type(model[3]), type(model[4])) == (2, Own, Local)
+    x = torch.ones(1, 64)
+    assert torch.equal(model[4](x), nn.functional.linear(x, model[4].weight, model[4].bias) + 1)
 
 
 def test_pruned_layers_are_served_what_is_left(model, kernel):

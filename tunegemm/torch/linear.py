@@ -110,10 +110,12 @@ TunedLinear.forward.__wrapped__ = torch.nn.Linear.forward  # type: ignore[attr-d
 
 def is_tuned(cls: type) -> bool:
     """Whether a class is `TunedLinear`, or a tool derived it from that class at run time. A class that its
-    module has under its name was written by somebody and does not count."""
+    module has under its name, or that a function's code defines, was written by somebody and does not count:
+    a copy of it could not call ``super()``."""
     if cls is TunedLinear:
         return True
-    derived = getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
+    written = "<locals>" in cls.__qualname__
+    derived = not written and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls
     return derived and any(is_tuned(base) for base in cls.__bases__)
 
 
