@@ -291,6 +291,37 @@ def test_a_traced_layer_takes_the_biases_that_torchs_takes():
         torch.compile(tunegemm.linear, backend="eager")(a[0], weight, bias[0].float())
 
 
+@pytest.mark.filterwarnings("default::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_step_after_a_vectors_layer_keeps_it_a_vector(dtype: torch.dtype, compiled: bool) -> None:
+    """Also with a bias of one row, which torch takes."""
+    a, b = operands()
+    x, weight, bias = (each.to(dtype) for each in (a[0], b.t(), torch.ones(1, 48)))
+    product = torch.nn.functional.linear(x, weight, bias)
+    assert product.shape == (48,)
+    for call, expected in (
+        (lambda *given: tunegemm.linear(*given, "relu"), product.relu()),
+        (lambda *given: tunegemm.gated_linear(*given, "relu"), product[::2].relu() * product[1::2]),
+    ):
+        run = torch.compile(call, backend="eager", fullgraph=True) if compiled else call
+        torch.testing.assert_close(run(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_layer_within_inference_mode_is_traced(kernel, has_bias):
+    """Torch's is, though not every view of a weight (2.13)."""
+    a, b = operands()
+    weight, bias = b.t().contiguous(), torch.ones(48, dtype=BF16) if has_bias else None
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return tunegemm.linear(x, weight, bias)
+
+    result = torch.compile(call, backend="aot_eager", fullgraph=True)(a)
+    assert kernel.calls and torch.equal(result, torch.nn.functional.linear(a, weight, bias))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_hold_the_operator(kernel, strict):
     class Layer(torch.nn.Module):

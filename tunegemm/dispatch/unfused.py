@@ -62,6 +62,8 @@ def unfused(
     """
     operands = form.join(tensors, numbers)
     named = dict(zip((operand.name for operand in form.epilogue.operands), operands, strict=True))
+    if form.call == LINEAR and a.ndim == 1 and getattr(named.get("bias"), "ndim", 1) == 2:
+        named["bias"] = named["bias"].flatten()  # torch's linear takes a row for a line
     steps = [step for step in form.epilogue.steps if step != "amax"]
     taken = steps_taken(form, a, b, steps, named)
     rest = steps[len(taken) :]

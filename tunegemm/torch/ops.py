@@ -229,6 +229,8 @@ def traced_fused(
     if amax is not None:
         text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
     right = b.mT if call == LINEAR else b
+    if call == LINEAR and a.ndim == 1 and text.startswith("bias_n"):  # torch takes a row for a line
+        tensors = (tensors[0].flatten(), *tensors[1:])
     result = torch.ops.tunegemm.fused(
         a, right, list(tensors), list(numbers), text, out_dtype, accumulation, records=records()
     )
@@ -262,7 +264,7 @@ def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
         return traced_fused(LINEAR, "bias_n", x, weight, (bias,), (), None, None, "fast")
-    return traced_matmul(x, weight.t())
+    return traced_matmul(x, weight.mT)  # torch (2.13) traces no `t()` within `inference_mode`
 
 
 def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
