@@ -557,6 +557,18 @@ def test_operands_at_addresses_that_kernels_do_not_take_are_torchs(
     assert len(loops.calls) == (3 if by == 8 else 0)
 
 
+@pytest.mark.parametrize("major", ["k", "n"])
+def test_a_weights_gradient_lies_as_torchs_does(loops: Loops, major: str) -> None:
+    a, b, offs = operands()
+    weights = (b if major == "k" else b.contiguous()).requires_grad_()
+    ours, torchs_own = (
+        torch.autograd.grad(call(a, weights, offs=offs).float().pow(2).sum(), weights)[0]
+        for call in (tunegemm.grouped_mm, torchs)
+    )
+    assert torch.equal(ours, torchs_own) and ours.stride() == torchs_own.stride() == weights.stride()
+    assert loops.calls
+
+
 def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
     a, b, offs = operands()
     call = lambda: tunegemm.grouped_mm(a, b, offs=offs)  # noqa: E731
@@ -577,16 +589,17 @@ def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
     assert len(loops.calls) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize(("backend", "served"), [("aot_eager", True), ("inductor", False)])
-def test_compiled_fp16_is_the_operator_too(
-    loops: Loops, monkeypatch: pytest.MonkeyPatch, backend: str, served: bool
+def test_compiled_products_of_other_dtypes_are_the_operator_too(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch, backend: str, served: bool, dtype: torch.dtype
 ) -> None:
-    """Torch (2.13) multiplies fp16, but traces bf16 alone. Also on a device without kernels."""
+    """Torch (2.13) multiplies fp16 and fp32, but traces bf16 alone. Also on a device without kernels."""
     if not served:
         monkeypatch.setattr(grouped.extension, "device_type", lambda: "cuda")
-    given, offs = [each.half() for each in operands()[:2]], operands()[2]
-    biases = torch.randn(N).half(), torch.randn(GROUPS, N).half()
-    for words in ({"bias": biases[1]}, {"out_dtype": torch.float16}, {"bias": biases[0]})[: 1 + 2 * served]:
+    given, offs = [each.to(dtype) for each in operands()[:2]], operands()[2]
+    biases = torch.randn(N).to(dtype), torch.randn(GROUPS, N).to(dtype)
+    for words in ({"bias": biases[1]}, {"out_dtype": dtype}, {"bias": biases[0]})[: 1 + 2 * served]:
         call = partial(tunegemm.grouped_mm, **words)
         torch._dynamo.reset()
         compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=served)

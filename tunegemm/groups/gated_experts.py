@@ -295,7 +295,8 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
     if torch.compiler.is_compiling() or is_transformed() or grouped.has_gradient(result, weights):
         # The gradient of `index_copy` is a lookup; the gradient of a lookup would have to add rows up.
         of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
-        return (of_tokens * weights.unsqueeze(-1)).sum(dim=1)
+        # Of weights in another order, torch (2.13) traces a gradient that cannot be viewed.
+        return (of_tokens * weights.contiguous().unsqueeze(-1)).sum(dim=1)
     tokens, chosen = weights.shape
     weights = weights.to(result.dtype).reshape(-1)
     if tokens == 1 and not is_ordered():

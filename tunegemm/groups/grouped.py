@@ -44,6 +44,8 @@ from tunegemm.store.checks import record_objection
 
 #: The dtypes that kernels multiply, with their names in the table.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
+#: What torch (2.13) multiplies in groups but does not trace.
+_UNTRACED = torch.float16, torch.float32
 #: Launches into an output. The arguments are a, the weights as (groups, N, K), the output, the groups' ends,
 #: the bias or None, and the scales of a's rows or None; fp8 products pass the scales of b's columns in place
 #: of the bias. For groups along k they are a's transpose, b, the output and the groups' ends.
@@ -472,12 +474,12 @@ def _added(product: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None)
 
 
 def is_traced_well(a: Any, b: Any, offs: Any) -> bool:
-    """Whether the operator takes these operands. Torch refuses the others itself, and multiplies fp16 but
-    does not trace it (2.13), on any device."""
-    is_traced_half = a.dtype is torch.float16 and (torch.compiler.is_compiling() or is_fake(a))
+    """Whether the operator takes these operands. Torch refuses the others itself, and multiplies fp16 and
+    fp32 but does not trace them (2.13), on any device."""
+    is_traced_other = a.dtype in _UNTRACED and (torch.compiler.is_compiling() or is_fake(a))
     return (
         a.device.type == b.device.type == offs.device.type
-        and (is_traced_half or (a.dtype is torch.bfloat16 and a.device.type == extension.device_type()))
+        and (is_traced_other or (a.dtype is torch.bfloat16 and a.device.type == extension.device_type()))
         and a.ndim == 2
         and b.ndim == 3
         and a.dtype is b.dtype
@@ -525,13 +527,17 @@ class _Differentiable(torch.autograd.Function):
         of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
         of_b = None
         if ctx.needs_input_grad[1]:
-            # It has the weight's layout, k contiguous. Torch's operator can differentiate the gradient again.
+            # Torch's operator can differentiate the gradient again.
             along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
-            of_b = along(grad.t(), a, offs).mT
+            # It has the weight's layout, as torch's: else autograd would copy it into `grad`.
+            of_b = along(grad.t(), a, offs).mT if b.stride(1) == 1 else along(a.t(), grad, offs)
         return of_a, of_b, None, None
 
 
 def _fake(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
+    if a.dtype is b.dtype is torch.float32:
+        torch._check(a.shape[-1] == b.shape[-2], lambda: "contraction dimension of a and b must match")
+        return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (len(offs), len(a), b.shape[1]))
     if a.dtype is b.dtype is torch.float16:  # torch checks bf16 and lays it out, of the same size
         return _fake(a.view(torch.bfloat16), b.view(torch.bfloat16), offs).view(torch.float16)
     return torch._grouped_mm(a, b, offs=offs)
