@@ -54,3 +54,4 @@ def test_a_part_of_k_has_one_subtile_to_store() -> None:
 @pytest.mark.parametrize("module", [along_k, block_groups, blocks, drawn, grouped, joined, parted, quantize])
 def test_programs_load_objects_by_the_key_of_a_modules_kernel(module: Any) -> None:
     """Programs outside find an object by it, as `packing.provide_grouped` has them."""
+    assert module.kernel_key == module.FAMILY.key_of

@@ -73,6 +73,7 @@ FAMILY = Kernels(
     compile=compiler(KernelConfig, "tunegemm.generate.along_k.kernel", 2),
     kernel=AlongK.load,
 )
+kernel_key = FAMILY.key_of
 
 
 def objection(a: Any, b: Any, offsets: Any) -> str:

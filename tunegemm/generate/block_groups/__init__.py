@@ -69,6 +69,7 @@ FAMILY = Kernels(
     compile=compiler(BlockGroupConfig, "tunegemm.generate.block_groups.kernel", 3, addresses=3, words=7),
     kernel=BlockGroupKernel.load,
 )
+kernel_key = FAMILY.key_of
 
 
 def refusal(a: Any, weights: Any, scale_a: Any, scale_b: Any, offsets: Any, out: Any) -> str:

@@ -139,6 +139,7 @@ FAMILY = Kernels(
     compile=compiler(BlockConfig, "tunegemm.generate.blocks.kernel", 8, addresses=3, words=6),
     kernel=BlockKernel.load,
 )
+kernel_key = FAMILY.key_of
 
 
 def wrong_scales(

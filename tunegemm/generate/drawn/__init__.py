@@ -37,3 +37,4 @@ FAMILY = Kernels(
     compile=compiler(DrawnConfig, "tunegemm.generate.drawn.kernel", 3, addresses=4, words=0),
     kernel=DrawnKernel.load,
 )
+kernel_key = FAMILY.key_of

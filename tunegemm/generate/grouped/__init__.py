@@ -147,3 +147,4 @@ FAMILY = TileGenerator(
     kernel=GroupedKernel.load,
     launcher=launcher,
 )
+kernel_key = FAMILY.key_of

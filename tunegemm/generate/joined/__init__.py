@@ -147,6 +147,7 @@ FAMILY = Kernels(
     kernel=JoinedKernel.load,
     choices=_choices,
 )
+kernel_key = FAMILY.key_of
 
 
 def refusal(

@@ -18,3 +18,4 @@ FAMILY = Kernels(
     compile=compiler(PartedConfig, "tunegemm.generate.parted.kernel", 3, addresses=3, words=0),
     kernel=GroupedKernel.load,
 )
+kernel_key = FAMILY.key_of

@@ -57,6 +57,7 @@ FAMILY = Kernels(
     compile=compiler(QuantizeConfig, "tunegemm.generate.quantize.kernel", 0, addresses=0, words=0),
     kernel=Quantizer.load,
 )
+kernel_key = FAMILY.key_of
 
 
 def refusal(x: Any, gated: bool) -> str:
