@@ -9,13 +9,24 @@ from typing import Any
 
 import pytest
 
+from tunegemm.describe.device import find_device
+from tunegemm.describe.problem import Problem
 from tunegemm.errors import BadValueError
-from tunegemm.generate import grouped
+from tunegemm.generate import families, grouped
 from tunegemm.generate.cute_sm90.config import SMEM_LIMIT
 from tunegemm.generate.families import kernel_source_hash
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.parted.config import PartedConfig
-from tunegemm.model.grouped import choose, choose_along_k, configs, kinds, listed, listed_along_k, maker_of
+from tunegemm.model.grouped import (
+    choose,
+    choose_along_k,
+    configs,
+    kinds,
+    listed,
+    listed_along_k,
+    maker_of,
+    shipped_kernel,
+)
 
 TABLE = """
 [kernels]
@@ -264,3 +275,11 @@ def test_widths_are_all_multiples_where_doubling_does_not_lead_to_the_tile() -> 
     key = dict(grouped.FAMILY.key_of(listed()[0])) | {"tile_n": 192}
     assert GroupedConfig.from_mapping(key | {"narrow": 32}).widths == (32, 64, 96, 128, 160, 192)
     assert GroupedConfig.from_mapping(key | {"narrow": 48}).widths == (48, 96, 192)
+
+
+@pytest.mark.parametrize(("dtype", "epilogue"), [("bf16", ""), ("fp8_e4m3", "scale_rowwise")])
+def test_a_shipped_kernel_is_a_candidate_of_the_space(dtype: str, epilogue: str) -> None:
+    """Which counts k in 16-bit elements, as its rules do."""
+    problem = Problem(4096, 4096, 4096, groups=32, in_dtype=dtype, out_dtype="bf16", epilogue=epilogue)
+    found = shipped_kernel(problem, "NVIDIA H200")
+    assert found is not None and families.get("grouped").check(problem, found, find_device("model:h200"))
