@@ -142,6 +142,11 @@ def test_least_energy_among_those_not_slower_than_torch(filled):
     measured = [with_energy(fast[0], 30.0), with_energy(fast[-1], 40.0), with_energy(slow, 5.0)]
     found = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _: measured)
     assert found.options[0].candidate == fast[0].candidate and "30 mJ" in found.why
+    others = Policy("deterministic")  # energy does not choose for them
+    least, *_, record = [each for each in fast if not others.refusal(PROBLEM, each.candidate)]
+    rivals = [with_energy(least, 30.0), with_energy(record, 40.0)]
+    found = select(Snapshot([record]), PROBLEM, device, policy=others, rivals=lambda _: rivals)
+    assert found.options[0].candidate == record.candidate != least.candidate
     for nothing in (0.0, -1.0, math.nan):  # of a counter that did not move, or lost count
         rivals = [measured[0], with_energy(fast[-1], nothing)]
         found = select(snapshot, PROBLEM, device, policy=policy, rivals=lambda _, rivals=rivals: rivals)

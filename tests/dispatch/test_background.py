@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -373,6 +374,28 @@ def test_what_always_fails_is_given_up_and_said_once(
     assert len(said) == 1 and "does not compile here (TypeError: no such thing)" in said[0]
     logged = [one for one in caplog.records if "compiling in the background" in one.getMessage()]
     assert len(logged) == 1 and logged[0].exc_info
+
+
+def test_a_kernel_whose_retry_gets_no_thread_is_given_up(serving, kernel, monkeypatch) -> None:
+    """Else it would count as under way for good."""
+    begun: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_one(thread: threading.Thread) -> None:
+        if thread.name == "tunegemm-compile":
+            if begun:
+                raise RuntimeError("can't start new thread")
+            begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(background, "RETRY_AFTER_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    pools_by(monkeypatch, Flawed(99, "result", MemoryError()))
+    dispatcher = serving()
+    assert right(dispatcher)
+    begun[0].join()
+    until(lambda: not dispatcher.planner.compiler.waiting)
+    assert "a thread cannot start" in warnings_of(dispatcher, PROBLEM)[0]
 
 
 def test_a_planner_that_cannot_be_told_does_not_end_the_thread(device, compiled, caplog) -> None:

@@ -90,7 +90,7 @@ def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, d
         raise TunegemmError(f"{path} is damaged ({type(error).__name__}); install tunegemm again") from None
     if not intact or data["features"] != list(features):
         raise TunegemmError(f"{path} is damaged or of another version; install tunegemm again")
-    return Forest.of(data), data  # the checksum vouches for its form
+    return Forest.of(data), data  # the checksum is right, so nothing else is checked
 
 
 def is_named(line: str, name: str) -> bool:

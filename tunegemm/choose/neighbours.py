@@ -97,7 +97,7 @@ class Offer:
     origin: Record | None = None
     """A record of the kernel for another problem; None if it is predicted or ships for a class of kernels."""
     expected: float | None = None
-    """The expected ratio to torch of a prediction; None if neighbours vouch for the kernel."""
+    """The expected ratio to torch of a prediction; None of a kernel that no model predicts."""
     bound: float = 0.0
     """The expected ratio of a prediction minus the margin of such products."""
 

@@ -249,11 +249,18 @@ class BackgroundCompiler:
     def _retry(self, job: _Job, reason: str) -> None:
         """Retry a job later if the machine could not do it, or give it up."""
         try:
-            timer = threading.Timer(RETRY_AFTER_S[job.tries], self._put, [job._replace(tries=job.tries + 1)])
+            timer = threading.Timer(
+                RETRY_AFTER_S[job.tries], self._put_retry, [job._replace(tries=job.tries + 1)]
+            )
             timer.daemon = True
             timer.start()
         except (IndexError, RuntimeError):  # often enough; or no thread can be had
             self._failures[job.kernel] = reason
+            self._tell(job)
+
+    def _put_retry(self, job: _Job) -> None:
+        if not self._put(job):  # else nobody would compile the kernel, or ask for it again
+            self._failures[job.kernel] = "a thread cannot start"
             self._tell(job)
 
 

@@ -142,7 +142,7 @@ def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_r
     """A launch of a plan: a check of addresses and settings, an output, a call."""
     launch, words_of, dtype = plan.launch_at, plan.words, plan.output[2]
     assert launch is not None
-    setting = REDUCTIONS[dtype] if plan.reduces else None  # Dynamo has no guard on it
+    setting = REDUCTIONS[dtype] if plan.reduces else None  # a graph compiled under another shares the site
     before = None if setting is None else setting()
     allocate = extension.allocation()
     device = (plan.device.index or 0) if plan.guarded else -1
