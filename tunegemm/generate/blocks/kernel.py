@@ -27,13 +27,7 @@ from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel import consumer, gemm
 from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
 from tunegemm.generate.cute_sm90.kernel.fusion import Fusion, first_row_of
-from tunegemm.generate.cute_sm90.kernel.layouts import (
-    START_BARRIER,
-    Dtypes,
-    Layouts,
-    load_box,
-    matrix_at,
-)
+from tunegemm.generate.cute_sm90.kernel.layouts import Dtypes, Layouts, load_box, matrix_at
 from tunegemm.generate.cute_sm90.kernel.producer import Producer
 from tunegemm.generate.cute_sm90.kernel.schedule import (
     NOWHERE,
@@ -42,6 +36,7 @@ from tunegemm.generate.cute_sm90.kernel.schedule import (
     first_index,
 )
 from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
+from tunegemm.generate.kernel_roles import begin, part_ways, place_in_block, prefetch, tensor_in
 
 #: Between the two turns, for each warpgroup of a tile: sums are there, and they were taken.
 THERE_BARRIER = SCALES_BARRIER + 1
@@ -486,15 +481,10 @@ class Gemm:
         """`tensors`: A, B, D."""
         config = self.config
         a, b, d = tensors
-        thread, _, _ = cute.arch.thread_idx()
-        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        group = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS)
+        thread, warp_index, group = place_in_block()
         schedule = Schedule(config, params).begun_by(first_index(config, first_tiles))
 
-        if warp_index == 0:
-            for tensor in cutlass.range_constexpr(3):
-                cpasync.prefetch_descriptor(tensors[tensor].atom)
-
+        prefetch(warp_index, tensors)
         allocator = SmemAllocator()
         storage = allocator.allocate(self.storage)
         scales_address = allocator.allocate_array(Float32, config.stages * config.stage_scales)
@@ -502,34 +492,22 @@ class Gemm:
         if const_expr(config.turns > 1):
             turns_address = allocator.allocate_array(Float32, config.turn_elements)
         ring = Ring(config, storage.full.data_ptr(), storage.empty.data_ptr())
-        if thread == 0:
-            ring.make_barriers()
-        cute.arch.mbarrier_init_fence()
-        # Nobody waits here, as in `cute_sm90`.
-        if const_expr(config.cluster_size > 1):
-            cute.arch.cluster_arrive_relaxed()
+        begin(thread, config.cluster_size > 1, ring.make_barriers)
 
-        sA = storage.a.get_tensor(layouts[0].outer, swizzle=layouts[0].inner)  # (bM, bK, STAGE)
-        sB = storage.b.get_tensor(layouts[1].outer, swizzle=layouts[1].inner)  # (bN, bK, STAGE)
-        sD = storage.d.get_tensor(layouts[2].outer, swizzle=layouts[2].inner)  # (epiM, epiN, BUFFER)
+        sA = tensor_in(storage.a, layouts[0])  # (bM, bK, STAGE)
+        sB = tensor_in(storage.b, layouts[1])  # (bN, bK, STAGE)
+        sD = tensor_in(storage.d, layouts[2])  # (epiM, epiN, BUFFER)
         sScales = cute.make_tensor(  # (SCALE, STAGE)
             scales_address, cute.make_layout((config.stage_scales, config.stages))
         )
-
-        load_registers, mma_registers = config.registers
-        started = 32 + config.consumers * WARPGROUP_THREADS
         copying = 32 + 32 * config.scale_warps * config.turns
-        if group == 0:
-            cute.arch.setmaxregister_decrease(load_registers)
-            if const_expr(config.cluster_size > 1):
-                if warp_index != 0:
-                    cute.arch.cluster_wait()
-            if warp_index == 0:
-                if const_expr(config.cluster_size == 1):
-                    cute.arch.sync_warp()
-                    cute.arch.barrier_arrive(barrier_id=START_BARRIER, number_of_threads=started)
-                    cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
-                Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
+
+        def load():
+            if const_expr(config.cluster_size == 1):
+                cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
+            Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
+
+        def copy_scales():
             if warp_index >= 1 and warp_index <= config.scale_warps * config.turns:
                 if const_expr(config.cluster_size == 1):
                     cute.arch.barrier(barrier_id=SCALES_BARRIER, number_of_threads=copying)
@@ -539,40 +517,28 @@ class Gemm:
                 own = thread % 32, turn, part
                 copier = LineProducer if const_expr(config.narrow) else ScaleProducer
                 copier(config, scales, ends, sScales, ring, *own).run(schedule)
-        else:
-            cute.arch.setmaxregister_increase(mma_registers)
-            if const_expr(config.cluster_size > 1):
-                cute.arch.cluster_wait()
-            else:
-                cute.arch.barrier(barrier_id=START_BARRIER, number_of_threads=started)
+
+        def multiply(_):
             loaded, met = storage.loaded.data_ptr(), storage.met.data_ptr()
-            thread, group = thread - WARPGROUP_THREADS, group - 1  # of the consumers
+            consumer_thread, consumer_group = thread - WARPGROUP_THREADS, group - 1
             cta_m, cta_n, _ = cute.arch.block_idx()
-            own, lane = thread % WARPGROUP_THREADS, thread % 32
+            own, lane = consumer_thread % WARPGROUP_THREADS, consumer_thread % 32
             turn, exchange = None, None
             if const_expr(config.turns > 1):
-                turn, group = group // config.tile_warpgroups, group % config.tile_warpgroups
-                exchange = self.exchange_of(turns_address, group, own)
+                turn = consumer_group // config.tile_warpgroups
+                consumer_group = consumer_group % config.tile_warpgroups
+                exchange = self.exchange_of(turns_address, consumer_group, own)
             fusion = Fusion.of(config, self.dtypes, d.tensor, (), own)
-            epilogue = Epilogue(config, self.dtypes, d, None, mmas[2], sD, loaded, fusion, group, own)
-            split_k = SplitK(config, workspace, met, (cta_m, cta_n), group, own)
-            consumer = Consumer(
-                config,
-                self.dtypes.acc,
-                mmas[0],
-                sA,
-                sB,
-                ring,
-                epilogue,
-                split_k,
-                group,
-                sScales,
-                own,
-                mmas[1],
-                turn,
-                exchange,
+            epilogue = Epilogue(
+                config, self.dtypes, d, None, mmas[2], sD, loaded, fusion, consumer_group, own
             )
-            consumer.run(schedule, lane, (cta_m, cta_n))
+            split_k = SplitK(config, workspace, met, (cta_m, cta_n), consumer_group, own)
+            Consumer(
+                config, self.dtypes.acc, mmas[0], sA, sB, ring, epilogue, split_k, consumer_group, sScales,
+                own, mmas[1], turn, exchange,
+            ).run(schedule, lane, (cta_m, cta_n))  # fmt: skip
+
+        part_ways(config, warp_index, group, storage, load, multiply, copy_scales)
 
     def exchange_of(self, address, group, thread):
         """(4, CHUNK): a thread's sums, chunks as far apart as a warpgroup's accesses are long."""
