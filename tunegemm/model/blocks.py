@@ -21,7 +21,9 @@ _SMS = 132
 """Multiprocessors of an H100 and of an H200."""
 #: Memory bandwidth in bytes per nanosecond, of all multiprocessors together and the most that a single one
 #: gets, by a word in the GPU's name. The H200's are fitted, others its scaled.
-_RATES = {"H200": (3700.0, 66.0), "": (2600.0, 58.0)}
+_RATES = {"H200": (3900.0, 66.0), "": (2740.0, 58.0)}
+_L2_RATE = 11500.0
+"""What all multiprocessors together get of L2, fitted on an H200."""
 _LAUNCH_NS = 2500.0
 """Time of a launch beyond that of its tiles, as products in one CUDA graph take it."""
 _MISSING_ROW_NS, _STAGE_NS = 5.2, 80.0
@@ -70,11 +72,13 @@ class Listed:
         tiles = blocks.tiles_of(self.config, rows, n)
         # Tiles read the rows repeatedly, from L2; the weights come from memory once.
         weight_bytes = BLOCK * self.config.columns / max(1, -(-rows // self.config.rows))
-        missing = 0 if self.config.few else max(0, self.config.rows - rows)
+        missing = 0 if self.config.loads_short else max(0, self.config.rows - rows)
         block_ns = max(self.block_ns, _STAGE_NS + missing * _MISSING_ROW_NS)
+        stage_bytes = BLOCK * self.config.lines_loaded(rows)
 
         def block(active: int) -> float:
-            return max(block_ns, weight_bytes * active / memory, weight_bytes / of_sm)
+            of_all = max(weight_bytes / memory, stage_bytes / _L2_RATE)
+            return max(block_ns, of_all * active, weight_bytes / of_sm)
 
         resident = _SMS // size
         total = _LAUNCH_NS + self.split_ns * (split_k - 1).bit_length()

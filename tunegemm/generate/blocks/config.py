@@ -80,6 +80,19 @@ class BlockConfig(KernelConfig):
         return self.tile_m if self.few else self.tile_n
 
     @property
+    def loads_short(self) -> bool:
+        """Whether fewer rows than a tile's are loaded alone. Of tiles of 32 rows it gains nothing."""
+        return self.rows > 32 and self.cluster_size == 1
+
+    def lines_loaded(self, rows: int) -> float:
+        """Lines that a CTA itself loads for a stage of a product of so many rows."""
+        lines = min(rows, self.rows) if self.loads_short else self.rows
+        of_rows, of_columns = self.cluster_n, self.cluster_m
+        if self.few:
+            of_rows, of_columns = of_columns, of_rows
+        return lines / of_rows + self.columns / of_columns
+
+    @property
     def spans(self) -> int:
         """Blocks of the weights' rows that a tile's columns may reach into."""
         return 1 + -(-(self.columns - math.gcd(self.columns, BLOCK)) // BLOCK)

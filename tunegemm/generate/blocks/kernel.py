@@ -22,6 +22,7 @@ from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
 from tunegemm.generate.blocks.kernel_narrow import LineEnds, LineProducer, NarrowSums
+from tunegemm.generate.blocks.kernel_rows import RowProducer, boxes_of
 from tunegemm.generate.blocks.kernel_scales import SCALES_BARRIER, WORDS, Ends, Ring, ScaleProducer, Scales
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel import consumer, gemm
@@ -416,6 +417,9 @@ class Gemm:
         sB_layout = layouts.ring_b(mB, config.stages)  # (bN, bK, STAGE)
         a = load_box(mA, layouts.ring_a(mA), (config.tile_m, config.tile_k), config.cluster_n)
         b = load_box(mB, layouts.ring_b(mB), (config.tile_n, config.tile_k), config.cluster_m)
+        boxes = None
+        if const_expr(config.loads_short):
+            boxes = boxes_of(config, mB if const_expr(config.few) else mA)
         # The same atom, as wide as what is converted at a time.
         epilogue_mma = layouts.tiled_mma(1, config.converted_columns)
         # (epiM, epiN, BUFFER)
@@ -451,8 +455,8 @@ class Gemm:
         )
         first_tiles = cute.make_ptr(Int32, given.first_tiles_address, cute.AddressSpace.gmem, assumed_align=4)
         self.kernel(
-            (a, b, d), (mma, adding, epilogue_mma), (sA_layout, sB_layout, sD_layout), params, given.l2_hint,
-            workspace, first_tiles, scales, ends,
+            (a, b, d), boxes, (mma, adding, epilogue_mma), (sA_layout, sB_layout, sD_layout), params,
+            given.l2_hint, workspace, first_tiles, scales, ends,
         ).launch(
             grid=(config.cluster_m, config.cluster_n, given.clusters),
             block=(config.threads, 1, 1),
@@ -469,6 +473,7 @@ class Gemm:
     def kernel(
         self,
         tensors: tuple,
+        boxes: Any,
         mmas: tuple,
         layouts: tuple,
         params: ScheduleParams,
@@ -478,7 +483,7 @@ class Gemm:
         scales: Scales,
         ends: Ends | LineEnds,
     ):
-        """`tensors`: A, B, D."""
+        """tensors: A, B, D. boxes: those of fewer rows than a tile's, or None."""
         config = self.config
         a, b, d = tensors
         thread, warp_index, group = place_in_block()
@@ -505,7 +510,10 @@ class Gemm:
         def load():
             if const_expr(config.cluster_size == 1):
                 cute.arch.barrier_arrive(barrier_id=SCALES_BARRIER, number_of_threads=copying)
-            Producer(config, a, b, sA, sB, ring).run(schedule, l2_hint)
+            producer = Producer(config, a, b, sA, sB, ring)
+            if const_expr(config.loads_short):
+                producer = RowProducer(config, a, b, sA, sB, ring, boxes, ends.rows)
+            producer.run(schedule, l2_hint)
 
         def copy_scales():
             if warp_index >= 1 and warp_index <= config.scale_warps * config.turns:
