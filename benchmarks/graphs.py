@@ -35,25 +35,28 @@ class Graph:
         side that does not support the product.
         """
 
-        def all_of(again: int) -> None:
-            for _ in range(again):
-                for number in range(sets):
-                    side(number)
-
-        all_of(1)
-        one_ms = timed_ms(lambda: all_of(1)) / sets
-        again = max(1, min(int(short_ms / one_ms / sets), most // sets))
-        graph = torch.cuda.CUDAGraph()
-        try:
+        def captured(again: int) -> torch.cuda.CUDAGraph:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                all_of(again)
+                run(again)
+            graph.replay()
+            return graph
+
+        def run(again: int = 1) -> None:
+            for number in [*range(sets)] * again:
+                side(number)
+
+        run()
+        try:
+            graph = captured(1)
         except RuntimeError:  # torch's grouped product of fp16 reads the sizes from the device
             if not may_wait:
                 raise
             torch.cuda.synchronize()
-            return cls(lambda: all_of(1), sets, False)
-        graph.replay()
-        return cls(graph.replay, again * sets)
+            return cls(run, sets, False)
+        # By the GPU's time: fewer calls of a slow host would share the start of a graph.
+        again = max(1, min(int(short_ms / timed_ms(graph.replay)), most // sets))
+        return cls(captured(again).replay, again * sets)
 
     def us(self, turn_ms: float) -> float:
         """Microseconds per call: of one replay, or of the second half of a turn."""
