@@ -25,6 +25,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -219,13 +220,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: {times}, standard deviation {errors[name]:.1%}")
     torchs, races, with_torch = kernels.pop("torch"), Races(cells, "torch"), Races(cells)
     kept = selected(list(kernels.values()), races, options.most_loss)
-    for loss, cell, (_, name) in sorted(zip(races.losses(kept), cells, races.best, strict=True))[:-13:-1]:
+    lost = zip(races.losses(kept), cells, races.best, strict=True)
+    for loss, cell, (_, name) in sorted(lost, key=itemgetter(0))[:-13:-1]:
         print(f"{'x'.join(map(str, cell.shape))}: {loss:.1%} behind {name}")
     rows, off = sorted(cell.shape[0] for cell in cells), errors["torch"]
-    lost, of_all = math.expm1(races.loss(kept)), math.expm1(with_torch.loss([*kept, torchs]))
+    loses, of_all = math.expm1(races.loss(kept)), math.expm1(with_torch.loss([*kept, torchs]))
     note = (
         f"Fitted by fit.blocks to {len(errors) - 1} kernels and {len(cells)} products of {rows[0]} to "
-        f"{rows[-1]} rows ({where}); these {len(kept)} lose {lost:.2%} to the fastest kernel in the "
+        f"{rows[-1]} rows ({where}); these {len(kept)} lose {loses:.2%} to the fastest kernel in the "
         f"geometric mean. torch's has a standard deviation of {off:.1%}; the choice between it and a kernel "
         f"loses {of_all:.2%} to the fastest of all."
     )

@@ -144,7 +144,7 @@ def test_all_rows_keep_a_kernel_of_each_dtype(race: Path) -> None:
 def test_rows_end_where_another_kernel_is_faster_than_estimated(race: Path) -> None:
     """A kernel that takes twice its estimate at 8192 rows is not for these."""
     kernels, cells, _ = fit.read(race)
-    name = "many192x128p1"
+    name = "many256x128c12p1"
     slow = []
     for gpu, shape, ns in cells:
         more = {name: {1: 2 * ns[name][1]}} if shape[0] == 8192 else {}

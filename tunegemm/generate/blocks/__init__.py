@@ -43,6 +43,10 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
         raise ValueError(f"{config.label}: with scales of 32 of k a warpgroup has one WGMMA's rows")
     if config.parts > 1 and config.atoms_per_warpgroup > 1:
         raise ValueError(f"{config.label}: a warpgroup of two WGMMAs' rows has one block at a time")
+    if config.spans > 2 and not config.few:
+        raise ValueError(
+            f"{config.label}: a tile's columns reach into {config.spans} blocks of scales, more than 2"
+        )
     # With many rows a warpgroup waits for the next stage's scales before it gives one back.
     if config.stages // config.turns < (2 if config.narrow else max(config.parts, 1 if few else 2)):
         raise ValueError(f"{config.label}: each turn needs as many stages as it has blocks at a time, or two")
