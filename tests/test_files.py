@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,23 @@ def test_a_file_in_a_folder_that_takes_no_other(tmp_path: Path, monkeypatch: pyt
         part.write_text("new")
         assert target.read_text() == "old"
     assert target.read_text() == "new"
+
+
+def test_a_small_file_is_read_into_a_small_buffer(tmp_path: Path) -> None:
+    (tmp_path / "small").write_text("x")
+    tracemalloc.start()
+    try:
+        assert files.read_text(tmp_path / "small") == "x"
+        assert tracemalloc.get_traced_memory()[1] < 16 * 1024**2
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_is_read_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LARGEST_BYTES", 5 * 1024**2)
+    content = bytes(range(256)) * 5 * 4096
+    (tmp_path / "large").write_bytes(content)
+    assert files.read_bytes(tmp_path / "large") == content
+    (tmp_path / "large").write_bytes(content + b"x")
+    with pytest.raises(TunegemmError, match="over 5242880 B; give a smaller file"):
+        files.read_bytes(tmp_path / "large")

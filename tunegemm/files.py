@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from tunegemm.errors import FileError, TunegemmError
 
 #: No file of this project comes near: a million measurements are some 1.2 GB of JSON.
 _LARGEST_BYTES = 4 * 1024**3
+_PART_BYTES = 1024**2
 
 #: How long to wait for a reader of a named pipe before writing to it.
 _READER_WAIT_S = 5.0
@@ -77,7 +79,9 @@ def read_bytes(path: Path, error: type[TunegemmError] = FileError) -> bytes:
             result = kind(os.fstat(opened).st_mode)
             if result is not None and (number is None or result == "a folder"):
                 raise error(f"{path}: {result}, not a file; give a file that can be read")
-            content = stream.read(_LARGEST_BYTES + 1)
+            # By parts: to read up to N bytes Python asks for room for N, which a small host does not have.
+            parts = iter(lambda: stream.read(_PART_BYTES), b"")
+            content = b"".join(islice(parts, _LARGEST_BYTES // _PART_BYTES + 1))
     if len(content) > _LARGEST_BYTES:
         raise error(f"{path}: over {_LARGEST_BYTES} B; give a smaller file")
     return content
