@@ -242,6 +242,16 @@ def test_a_process_ends_at_once_and_so_do_its_workers_of_low_priority(tmp_path: 
     until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, seconds=2)
 
 
+def test_a_program_that_closed_its_outputs_has_whole_pipes_to_its_processes() -> None:
+    """As a daemon: the pipe must not get the number that the process has as its output."""
+    answer = "import sys, multiprocessing.connection as c; c.Connection(int(sys.argv[-1])).send(7)"
+    program = (
+        f"import os; os.closerange(0, 3); from tunegemm.compile.pool import own_process\n"
+        f"os._exit(own_process('-c', {answer!r})[1].recv())"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=environment()).returncode == 7
+
+
 @pytest.mark.parametrize("what", ["fine", "hang", "abort"])
 def test_workers_that_ended_leave_no_pipes(store: ArtifactStore, what: str) -> None:
     before = set(Path("/proc/self/fd").iterdir())

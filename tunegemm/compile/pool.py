@@ -8,6 +8,7 @@ pool owns it, kills it at the deadline and replaces it when it dies. The cost is
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -340,8 +341,10 @@ def own_process(
     *command: str, output: int | IO[bytes] = subprocess.DEVNULL, **environment: str
 ) -> tuple[subprocess.Popen[bytes], Connection]:
     """A process of Python, and a pipe to it: its last argument is the number of its end."""
-    # Apart from stdout, which compilers write to.
-    ours, theirs = Pipe()
+    # Apart from stdout, which compilers write to, even if it is closed here, so that its number is free.
+    ours, lowest = Pipe()
+    with lowest:
+        theirs = Connection(fcntl.fcntl(lowest.fileno(), fcntl.F_DUPFD_CLOEXEC, 3))
     # It must find the same modules: tests and notebooks extend sys.path without installing them.
     path = os.pathsep.join(entry or os.curdir for entry in sys.path)
     process = subprocess.Popen(
