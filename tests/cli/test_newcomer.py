@@ -47,6 +47,18 @@ def test_a_shell_asks_a_process() -> None:
     assert process(env=environment(**asked)).stdout.split() == ["unload"]
 
 
+def test_closed_outputs_change_no_exit_code() -> None:
+    """As of `2>&-`, and of a daemon."""
+    command = [*TUNEGEMM, "tune", "--shape", "bad"]
+    closed = subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *command], env=environment(), timeout=170)
+    assert closed.returncode == 2
+
+
+def test_tables_have_the_letters_of_the_outputs_encoding() -> None:
+    done = process("leaderboard", "--limit", "1", env=environment(PYTHONIOENCODING="latin-1"))
+    assert "| 1x576x7168 bf16 tn |" in done.stdout and "\\u" not in done.stdout
+
+
 @pytest.mark.slow
 def test_a_closed_pipe_ends_quietly() -> None:
     command = subprocess.Popen(

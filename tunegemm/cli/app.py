@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -106,7 +107,12 @@ class _Lines(logging.Handler):
 
 
 def _prepare_output() -> None:
-    """Escapes letters that the terminal's encoding lacks, and prints warnings as single lines."""
+    """Opens streams that are closed (`2>&-`), escapes letters that the terminal's encoding lacks, and prints
+    warnings as single lines.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

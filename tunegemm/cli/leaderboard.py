@@ -111,9 +111,8 @@ def command(
         boards[-1] = replace(boards[-1], note=f"{boards[-1].note} {others}")
     if format == "table" and out is None:
         console = printing.stdout_console()
-        if console.is_terminal:
-            printing.page(console, [board.table(top, width=console.width) for board in boards])
-            return
+        printing.page(console, [board.table(top, width=console.width) for board in boards])
+        return
     text = _render(boards, format, top)
     if out is None:
         typer.echo(text, nl=False)

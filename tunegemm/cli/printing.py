@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -67,9 +66,9 @@ def stderr_console() -> Console:
 
 
 def page(console: Console, parts: Sequence[Any]) -> None:
-    """Prints on a terminal, through the user's pager if it exceeds the screen."""
-    lines = sum(len(console.render_lines(part)) for part in parts)
-    if lines < console.height or not (sys.stdin.isatty() and console.is_terminal):
+    """Prints, on a terminal through the user's pager if it exceeds the screen."""
+    lines = sum(len(console.render_lines(part)) for part in parts) if console.is_terminal else 0
+    if lines < console.height or not sys.stdin.isatty():
         console.print(*parts, sep="\n")
         return
     os.environ.setdefault("LESS", "FRX")  # colours, and no pager for less than a screen
@@ -77,7 +76,7 @@ def page(console: Console, parts: Sequence[Any]) -> None:
         console.print(*parts, sep="\n")
 
 
-class _Lines(io.TextIOBase):
+class _Lines:
     """Takes the blanks off the ends of lines, with which a table fills its last column."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -87,8 +86,8 @@ class _Lines(io.TextIOBase):
         self._stream.write(re.sub(r" +(?=\n)", "", text))
         return len(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # its encoding, too: tables in others than UTF-8 are of ASCII
 
 
 def _console(stream: TextIO) -> Console:
@@ -96,4 +95,4 @@ def _console(stream: TextIO) -> Console:
 
     how: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
     console = Console(file=stream, **how)
-    return console if console.is_terminal else Console(**how, file=cast(TextIO, _Lines(stream)), width=160)
+    return console if console.is_terminal else Console(**how, file=cast(TextIO, _Lines(stream)), width=240)
