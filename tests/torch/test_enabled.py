@@ -143,12 +143,24 @@ def test_a_process_says_what_it_served_or_writes_it_for_run(
         enabled, "Writer", lambda **given: SimpleNamespace(start=lambda: writers.update(given))
     )
     monkeypatch.setattr(takeover, "begin", lambda counting: None)
+    monkeypatch.setenv("TUNEGEMM_ENABLE", "1")
     monkeypatch.setenv(enabled.PARTS, str(tmp_path) if by_run else "")
     enabled.serve_process()
     writers["last"](False)
     files = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert files == ([asdict(served)] if by_run and calls else [])
     assert bool(capsys.readouterr().err) == bool(calls and not by_run)
+
+
+def test_another_value_serves_nothing_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TUNEGEMM_ENABLE", "false")
+    monkeypatch.setattr(takeover, "begin", pytest.fail)
+    enabled.serve_process()
+    said = "TUNEGEMM_ENABLE='false' is not known and has no effect; use 0 or 1 or unset it"
+    assert capsys.readouterr().err == f"tunegemm: {said}\n"
+    assert said in process("doctor", code=None).stdout
 
 
 def test_a_takeover_says_what_it_is() -> None:

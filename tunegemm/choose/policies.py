@@ -185,6 +185,7 @@ def read_mode(warn: Callable[[str], None]) -> Mode:
 SWITCHES = {
     "TUNEGEMM_CHECK_GROUPS": False,  # whether the ends of groups and experts' numbers are checked
     "TUNEGEMM_COMPILE": True,  # whether missing kernels are compiled in the background
+    "TUNEGEMM_ENABLE": False,  # whether a program that nobody edited is served
     "TUNEGEMM_SGLANG": True,  # whether SGLang is served
     "TUNEGEMM_SUMMARY": False,  # whether products without a record are listed when the process ends
     "TUNEGEMM_VLLM": True,  # whether vLLM is served

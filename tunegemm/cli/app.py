@@ -170,5 +170,5 @@ app.command("doctor")(doctor.command)
 def main() -> None:
     """Entry point of the `tunegemm` script."""
     # Even under TUNEGEMM_ENABLE, as in a container, a race's baseline must be torch's own kernel.
-    os.environ |= UNATTACHED if "TUNEGEMM_ENABLE" in os.environ else {}
+    os.environ |= UNATTACHED if os.environ.get("TUNEGEMM_ENABLE") == "1" else {}
     app(prog_name="tunegemm")

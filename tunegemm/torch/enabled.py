@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tunegemm.choose.operators import OPERATORS
+from tunegemm.choose.policies import read_switch
 from tunegemm.describe.served import Served
 from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmError
@@ -100,6 +101,8 @@ def serve_process() -> None:
     At the end it prints a line about served products, if there were any products. If `PARTS` is set, the
     process writes its counts there instead, and `tunegemm run` adds them up.
     """
+    if not read_switch("TUNEGEMM_ENABLE", lambda line: print(f"tunegemm: {line}", file=sys.stderr)):
+        return
     counts, folder = Counts(), os.environ.get(PARTS)
     try:
         takeover.begin(counts.counting)
