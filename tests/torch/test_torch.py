@@ -452,6 +452,25 @@ def test_enable_reaches_compiled_code(kernel, compile_first):
     assert torch.equal(compiled(a, b), expected) and len(kernel.calls) == 1
 
 
+def test_dynamo_compiles_nothing_of_ours_within_a_frame_that_it_skips(kernel):
+    """It looks at each frame that such a frame calls, and ATen calls one of ours."""
+
+    def skipped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        try:
+            torch._dynamo.graph_break()
+            return a @ b
+        finally:
+            pass
+
+    a, b = operands()
+    run = torch.compile(skipped, backend="eager")
+    with tunegemm.enable():
+        run(a, b)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(run(a[:16], b), a[:16] @ b)
+    assert len(kernel.calls) == 3
+
+
 def test_enable_nests_and_disable_ends_all(kernel):
     a, b = operands()
 

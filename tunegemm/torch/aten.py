@@ -100,7 +100,17 @@ def _before(
         below, is_ours = places.get(keyset.raw_repr()) or find(keyset)
         return (serve if is_ours else go_on)(below, *arguments, **keywords)
 
+    _hide_from_dynamo(before.__code__)
     return before
+
+
+def _hide_from_dynamo(code: Any) -> None:
+    """Let Dynamo compile neither a function nor what it calls. Where Dynamo runs a frame as it is, it looks
+    at each frame within, and ours are called by ATen: it would compile all of dispatch, for seconds, and
+    again for other shapes."""
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 replacements = Replacements()
