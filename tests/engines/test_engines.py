@@ -64,6 +64,23 @@ def own(monkeypatch):
     torch._dynamo.reset()
 
 
+class Weight(torch.nn.Parameter):
+    """As vLLM's weights are: torch's functions mean what they always mean."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_whose_weight_is_an_engines_own_is_served(serve, kernel, compiled):
+    serve()
+    (a, b), call = operands(), common.linear
+    run = torch.compile(call, backend="eager", fullgraph=True) if compiled else call
+    assert torch.equal(run(a, Weight(b.t(), requires_grad=False), None), a @ b)
+    assert len(kernel.calls) == 1
+
+
 def test_the_doors_lead_to_functions() -> None:
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     for group, module in DOORS.items():

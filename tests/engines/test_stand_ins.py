@@ -249,7 +249,7 @@ def test_sglangs_layers_keep_what_the_user_chose(
     monkeypatch.setattr(sglang, "hooked", set())
     monkeypatch.setattr(ops, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(extension, "policy", lambda: SimpleNamespace(is_batch_invariant=policy))
-    monkeypatch.setattr(sglang.functions, "linear", lambda *_: "ours")
+    monkeypatch.setattr(common, "linear", lambda *_: "ours")
     sglang.sixteen_bits()
     (hook,) = hooks.values()
     layer = SimpleNamespace(weight=torch.empty(8, 8, dtype=dtype))

@@ -644,6 +644,40 @@ def test_a_miss_under_enable_is_torchs_own_kernel(kernel, monkeypatch):
     assert not kernel.calls
 
 
+class Tripled(torch.Tensor):
+    """Gives torch's layer a meaning of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 3 if func is torch_linear else result
+
+
+def _jagged(rows: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([rows[:5], rows[5:]], layout=torch.jagged)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("of", [lambda rows: rows.as_subclass(Tripled), _jagged])
+def test_a_compiled_layer_has_the_meaning_that_a_subclass_gives_it(kernel, of, bias):
+    layer, x = torch.nn.Linear(64, 48, bias).to(BF16), of(operands()[0])
+    run = torch.compile(layer, backend="eager")
+    with torch.no_grad():
+        expected = run(x)
+        tunegemm.patch(layer)
+        torch._dynamo.reset()
+        result = run(x)
+    if x.is_nested:
+        result, expected = result.values(), expected.values()
+    assert torch.equal(result, expected) and not kernel.calls
+
+
+def test_steps_after_a_layer_of_a_subclass_are_traced(kernel):
+    (a, b), run = operands(), torch.compile(tunegemm.linear, backend="eager")
+    result = run(_jagged(a), b.t(), activation="relu")
+    assert torch.equal(result.values(), (a @ b).relu()) and not kernel.calls
+
+
 def test_a_patched_model_trains_and_compiles(kernel):
     layers = model()[:3]
     x = operands()[0]

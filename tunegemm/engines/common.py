@@ -23,7 +23,7 @@ from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.library import scale_steps
 from tunegemm.errors import one_line
-from tunegemm.torch import blocks, ops
+from tunegemm.torch import blocks, functions, ops
 from tunegemm.torch.lowering import lower_to_function
 
 #: Numbers of rows for which the startup line counts served weights: rows of decode, and of prompts.
@@ -208,6 +208,13 @@ def is_served_kind(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without the subclass of an engine, which dispatch would leave to torch."""
     return tensor if type(tensor) in PLAIN or torch.compiler.is_compiling() else tensor.detach()
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`tunegemm.linear` of a weight of an engine's subclass."""
+    if torch.compiler.is_compiling():
+        return ops.traced_linear(x, weight, bias, of_any_class=True)
+    return functions.linear(x, plain(weight), bias)
 
 
 class Misfit(Exception):

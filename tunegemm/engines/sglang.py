@@ -18,7 +18,7 @@ import torch
 from tunegemm.dispatch import extension
 from tunegemm.engines import common
 from tunegemm.engines.common import of_engine
-from tunegemm.torch import functions, ops
+from tunegemm.torch import ops
 
 #: SGLang shows messages that reach the root logger.
 _log = logging.getLogger("tunegemm")
@@ -66,7 +66,7 @@ def sixteen_bits() -> None:
         others = unquant.is_batch_invariant_mode_enabled() and not extension.policy().is_batch_invariant
         if others or backend.is_cutedsl() or backend.is_gemv() or not common.is_served_kind(x, weight):
             return own(method, layer, x, bias)
-        return functions.linear(x, common.plain(weight), bias)
+        return common.linear(x, weight, bias)
 
     around(target, ("self", "layer", "x", "bias"), lambda own: linear)
 

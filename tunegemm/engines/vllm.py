@@ -18,7 +18,6 @@ from tunegemm.dispatch import api, extension
 from tunegemm.engines import common
 from tunegemm.engines.common import Misfit, of_engine, replace
 from tunegemm.generate.blocks import BLOCK
-from tunegemm.torch import functions
 
 #: Its parent is vLLM's logger, which shows lines of this level.
 _log = logging.getLogger("vllm.tunegemm")
@@ -64,7 +63,7 @@ def _sixteen_bits() -> None:
             layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
         ) -> torch.Tensor:
             if common.is_served_kind(x, weight):
-                return functions.linear(x, common.plain(weight), bias)
+                return common.linear(x, weight, bias)
             return own(layer, x, weight, bias)
 
         return default_unquantized_gemm

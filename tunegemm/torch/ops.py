@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch._guards import TracingContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import DTYPES, PLAIN, differentiably, gradients, is_simple
@@ -140,10 +142,11 @@ def _define_fused() -> None:
         records: str = "",
     ) -> torch.Tensor:  # fmt: skip
         asked = form_of(MATMUL, *form)
-        if is_transformed():
+        if is_transformed() or any(map(is_traceable_wrapper_subclass, (a, b, *operands))):
             return unfused(asked, a, b, operands, numbers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
-            return unfused(asked, a, b, operands, numbers, multiply=traced_matmul)
+            multiply = partial(traced_matmul, of_any_class=True)
+            return unfused(asked, a, b, operands, numbers, multiply=multiply)
         if torch._C._len_torch_dispatch_stack() and not is_served(asked, a, b):
             return unfused(asked, a, b, operands, numbers)
         with torch._C._AutoDispatchBelowAutograd():
@@ -239,9 +242,11 @@ def traced_fused(
     return result if out is None else out.copy_(result)
 
 
-def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`tunegemm.matmul` while a graph is traced."""
-    if not (_is_servable(a, b) and is_simple(a, b)):
+def traced_matmul(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, of_any_class: bool = False
+) -> torch.Tensor:
+    """`tunegemm.matmul` while a graph is traced. of_any_class: subclasses mean what torch.Tensor means."""
+    if not ((of_any_class or _are_plain(a, b)) and _is_servable(a, b) and is_simple(a, b)):
         return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
     if out is not None:
         is_trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
@@ -257,14 +262,25 @@ def traced_matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = N
     return shaped(result, (*a.shape[:-1], b.shape[-1]))
 
 
-def traced_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`tunegemm.linear` while a graph is traced."""
+def traced_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, of_any_class: bool = False
+) -> torch.Tensor:
+    """`tunegemm.linear` while a graph is traced. of_any_class: as for `traced_matmul`."""
     is_usual = bias is None or (x.ndim > 1 and bias.ndim == 1 and bias.dtype == x.dtype)
-    if weight.ndim != 2 or not is_usual or not _is_servable(x, weight):
+    are_plain = of_any_class or _are_plain(x, weight, bias)
+    if not (are_plain and weight.ndim == 2 and is_usual and _is_servable(x, weight)):
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
         return traced_fused(LINEAR, "bias_n", x, weight, (bias,), (), None, None, "fast")
-    return traced_matmul(x, weight.mT)  # torch (2.13) traces no `t()` within `inference_mode`
+    # `t()` torch (2.13) does not trace within `inference_mode`.
+    return traced_matmul(x, weight.mT, of_any_class=True)
+
+
+def _are_plain(*operands: torch.Tensor | None) -> bool:
+    """Whether no subclass gives operands of a call a meaning of its own."""
+    return torch.compiler.is_exporting() or all(
+        each is None or type(each) in PLAIN or isinstance(each, FakeTensor) for each in operands
+    )
 
 
 def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
