@@ -164,6 +164,23 @@ def test_vmap(kernel, in_dims, compiled):
     assert not kernel.calls, "transforms are torch's"
 
 
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize("in_dims", [(0, None, None), (1, None, 0), (None, None, 0), (0, 2, None)])
+def test_vmap_of_a_layer_with_steps_is_traced(kernel, in_dims, activation):
+    (a, b), bias = operands(), torch.linspace(-2, 2, 48).to(BF16)
+    given = [
+        each if dim is None else torch.stack((each, -each), dim)
+        for dim, each in zip(in_dims, (a, b.t(), bias), strict=True)
+    ]
+
+    def ours(*given: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda *one: tunegemm.linear(*one, activation), in_dims)(*given)
+
+    plain = torch.vmap(torch_linear, in_dims)(*given)
+    result = torch.compile(ours, backend="eager", fullgraph=True)(*given)
+    assert torch.equal(result, plain if activation is None else plain.relu())
+
+
 def test_transforms_agree_with_torchs(kernel):
     a, b = operands(4, 6, 8)
 

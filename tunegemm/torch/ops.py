@@ -153,14 +153,11 @@ def _define_fused() -> None:
             below = keyset & torch._C._after_autograd_keyset
             return operator.redispatch(below, a, b, operands, numbers, *form, records=CALLS)
 
-    def vmap(
-        info: Any, in_dims: Any, a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers,
-        *form: Any, records: str = "",
-    ) -> tuple[torch.Tensor, int]:  # fmt: skip
-        def unbatched(a: torch.Tensor, b: torch.Tensor, operands: Operands) -> torch.Tensor:
-            return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
-
-        return torch.vmap(unbatched, tuple(in_dims[:3]))(a, b, list(operands)), 0
+    # A rule of `torch.library.register_vmap` could not compute this by a vmap of its own (torch 2.13).
+    def batched(
+        a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
+    ) -> torch.Tensor:
+        return unfused(form_of(MATMUL, *form), a, b, operands, numbers)
 
     schema = (
         "fused(Tensor a, Tensor b, Tensor[] operands, float[] numbers, str epilogue, "
@@ -168,7 +165,7 @@ def _define_fused() -> None:
     )
     define(schema, compute, fake, _TAGS, autograd)
     operator = torch.ops.tunegemm.fused.default
-    torch.library.register_vmap("tunegemm::fused", vmap, lib=library)
+    library.impl("fused", batched, "FuncTorchBatched")
 
 
 def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = False) -> bool:
