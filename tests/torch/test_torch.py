@@ -339,6 +339,22 @@ def test_a_layer_within_inference_mode_is_traced(kernel, has_bias):
     assert kernel.calls and torch.equal(result, torch.nn.functional.linear(a, weight, bias))
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_in_branches_of_a_graph_are_traced(kernel, has_bias):
+    a, b = operands()
+    weight, bias = b.t().contiguous(), torch.ones(48, dtype=BF16) if has_bias else None
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return tunegemm.linear(x, weight, bias)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, layer, lambda x: layer(x) * 2, (x,))
+
+    result = torch.compile(call, backend="aot_eager", fullgraph=True)(a)
+    once = torch.nn.functional.linear(a, weight, bias)
+    assert kernel.calls and torch.equal(result, once if a.sum() > 0 else once * 2)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs_hold_the_operator(kernel, strict):
     class Layer(torch.nn.Module):

@@ -228,7 +228,7 @@ def traced_fused(
     amax = tensors[-1] if text.endswith("amax") and not text.startswith("custom") else None
     if amax is not None:
         text, tensors = text.removesuffix("amax").removesuffix("+"), tensors[:-1]
-    right = b.mT if call == LINEAR else b
+    right = _turned(b) if call == LINEAR else b
     if call == LINEAR and a.ndim == 1 and text.startswith("bias_n"):  # torch takes a row for a line
         tensors = (tensors[0].flatten(), *tensors[1:])
     result = torch.ops.tunegemm.fused(
@@ -269,8 +269,12 @@ def traced_linear(
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
         return traced_fused(LINEAR, "bias_n", x, weight, (bias,), (), None, None, "fast")
-    # `t()` torch (2.13) does not trace within `inference_mode`.
-    return traced_matmul(x, weight.mT, of_any_class=True)
+    return traced_matmul(x, _turned(weight), of_any_class=True)
+
+
+def _turned(weight: torch.Tensor) -> torch.Tensor:
+    """The transpose. Torch (2.13) traces neither `t()` within `inference_mode` nor `mT` within `cond`."""
+    return weight.swapaxes(-2, -1)
 
 
 def _are_plain(*operands: torch.Tensor | None) -> bool:
