@@ -339,6 +339,25 @@ def test_a_layer_within_inference_mode_is_traced(kernel, has_bias):
     assert kernel.calls and torch.equal(result, torch.nn.functional.linear(a, weight, bias))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_steps_after_a_layer_under_another_autocast_are_traced(kernel, backend):
+    a, b = operands()
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return tunegemm.linear(x, b.t(), activation="relu")
+
+    result = torch.compile(call, backend=backend, fullgraph=True)(a)
+    assert result.dtype is torch.float16 and torch.equal(result, (a.half() @ b.half()).relu())
+    assert not kernel.calls
+
+
+def test_steps_after_a_layer_with_one_output_are_traced(kernel):
+    a, b = operands()
+    run = torch.compile(tunegemm.linear, backend="eager", fullgraph=True)
+    assert torch.equal(run(a, b[:, 0], activation="relu"), (a @ b[:, 0]).relu())
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_layers_in_branches_of_a_graph_are_traced(kernel, has_bias):
     a, b = operands()

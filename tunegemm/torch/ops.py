@@ -142,7 +142,11 @@ def _define_fused() -> None:
         records: str = "",
     ) -> torch.Tensor:  # fmt: skip
         asked = form_of(MATMUL, *form)
-        if is_transformed() or any(map(is_traceable_wrapper_subclass, (a, b, *operands))):
+        if (
+            is_transformed()
+            or any(map(is_traceable_wrapper_subclass, (a, b, *operands)))
+            or (a.dtype.itemsize > 1 and _is_cast(a))
+        ):
             return unfused(asked, a, b, operands, numbers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
             multiply = partial(traced_matmul, of_any_class=True)
@@ -200,9 +204,7 @@ def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = F
 
 def may_be_served(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the code made from a product of traced operands may call tunegemm."""
-    if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device:
-        return False
-    if torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype:
+    if a.ndim < 2 or b.ndim < 2 or a.device.type != DEVICE_TYPE or b.device != a.device or _is_cast(a):
         return False
     # C++ would call us through torch's dispatcher, and outlive the Python interpreter that we need.
     return not getattr(sys.modules.get("torch._inductor.config"), "cpp_wrapper", False)
@@ -274,7 +276,7 @@ def traced_linear(
 
 def _turned(weight: torch.Tensor) -> torch.Tensor:
     """The transpose. Torch (2.13) traces neither `t()` within `inference_mode` nor `mT` within `cond`."""
-    return weight.swapaxes(-2, -1)
+    return weight.swapaxes(-2, -1) if weight.ndim > 1 else weight
 
 
 def _are_plain(*operands: torch.Tensor | None) -> bool:
@@ -289,8 +291,13 @@ def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
         a.device.type == b.device.type == DEVICE_TYPE
         and a.dtype == b.dtype
         and a.dtype in DTYPES
-        and not (torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype)
+        and not _is_cast(a)
     )
+
+
+def _is_cast(a: torch.Tensor) -> bool:
+    """Whether autocast casts this operand of a product."""
+    return torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype
 
 
 _define_product("mm")
