@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +108,11 @@ def _before(
 def _hide_from_dynamo(code: Any) -> None:
     """Let Dynamo compile neither a function nor what it calls. Where Dynamo runs a frame as it is, it looks
     at each frame within, and ours are called by ATen: it would compile all of dispatch, for seconds, and
-    again for other shapes."""
+    again for other shapes. A torch that has none of these names does that."""
     frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    with suppress(AttributeError, TypeError):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
 replacements = Replacements()
