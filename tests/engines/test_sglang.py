@@ -136,6 +136,65 @@ found["no record"] = [float(multiply(torch.full((16, 1), 2.0))[0, 0]), len(their
     assert found == {"row-wise": [64.0, 1, 0], "one scale": [64.0, 1, 1], "no record": [64.0, 2]}, output
 
 
+def test_products_with_block_scales(run: Run) -> None:
+    """By the layer's own way through SGLang, whose two products are torch's here, and ours, too."""
+    found = run(
+        ENGINE,
+        _LOADS
+        + """
+import sglang.kernels.ops.gemm.fp8_kernel as kernels
+from sglang.srt.layers import deep_gemm_wrapper
+from sglang.srt.layers.quantization import fp8_utils
+from tunegemm.torch import blocks
+calls = []
+def said(name, a, b, scale_a, scale_b):
+    calls.append(name)
+    return blocks.emulated(a, b, scale_a, scale_b, None, torch.bfloat16)
+def theirs(name):
+    def product(A, B, As, Bs, block_size, output_dtype=torch.float16):
+        return said(name, A, B.t(), As, Bs.t()).to(output_dtype)
+    return product
+kernels.w8a8_block_fp8_matmul_deepgemm = fp8_utils.w8a8_block_fp8_matmul_deepgemm = theirs("deepgemm")
+kernels.w8a8_block_fp8_matmul_triton = fp8_utils.w8a8_block_fp8_matmul_triton = theirs("triton")
+def quantise(x, group, **_):
+    scale = x.float().unflatten(1, (-1, group)).abs().amax(2).clamp(min=1e-10) / 448
+    return (x.float() / scale.repeat_interleave(group, 1)).to(torch.float8_e4m3fn), scale.t().contiguous().t()
+fp8_utils.sglang_per_token_group_quant_fp8 = fp8_utils.per_token_group_quant_fp8 = quantise
+load()
+from tunegemm.torch import ops
+ops.DEVICE_TYPE = "cpu"
+blocks.product = lambda a, b, scale_a, scale_b, out_dtype: said("ours", a, b, scale_a, scale_b)
+torch.manual_seed(0)
+weight, scale = (torch.randn(256, 384) * 40).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
+wide = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+def by(linear, rows, block=[128, 128], dtype=torch.bfloat16):
+    calls.clear()
+    x = torch.randn(rows, 384, dtype=dtype)
+    result = linear(x, weight, block, scale)
+    off = (result.float() - x.float() @ wide.t()).norm() / (x.float() @ wide.t()).norm()
+    return [*calls, float(off) < 0.06, result.dtype == dtype]
+def any_blocks(*operands):  # SGLang's check of a GPU
+    return True
+fp8_utils._deepgemm_block_fp8_supported = any_blocks
+deepgemm = fp8_utils.deepgemm_w8a8_block_fp8_linear_with_fallback
+triton = fp8_utils.triton_w8a8_block_fp8_linear
+found["few"] = by(deepgemm, 5), by(triton, 5)
+found["many"] = by(deepgemm, 1000), by(triton, 1000)
+found["fp16"] = by(triton, 5, dtype=torch.float16)
+import sglang.srt.batch_invariant_ops as invariant
+found["compiled"] = by(torch.compile(lambda *given: deepgemm(*given), backend="eager"), 5)
+""",
+    )
+    output = found.pop("output")
+    right = [True, True]
+    assert found == {
+        "few": [["ours", *right]] * 2,
+        "many": [["deepgemm", *right], ["triton", *right]],
+        "fp16": ["triton", *right],
+        "compiled": ["ours", *right],
+    }, output
+
+
 def test_a_worker_says_what_is_served(run: Run) -> None:
     """Once its model is loaded, which is a stand-in here: the first rank's says it."""
     found = run(
@@ -217,4 +276,4 @@ found["fp8"] = hasattr(gemm.fp8_scaled_mm, "__wrapped__")
 def test_ranks_compare_with_the_process_that_started_them(run: Run) -> None:
     found = run(ENGINE, _LOADS + "load()", _TUNEGEMM_SGLANG_RECORDS="0123456789abcdef")
     lines = [line for line in str(found["output"]).splitlines() if "0123456789abcdef" in line]
-    assert len(lines) == 1 and "ranks may multiply by different kernels" in lines[0], found["output"]
+    assert len(lines) == 1 and "ranks may run different kernels" in lines[0], found["output"]

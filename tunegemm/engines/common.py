@@ -23,6 +23,7 @@ from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
 from tunegemm.dispatch.library import scale_steps
 from tunegemm.errors import one_line
+from tunegemm.generate.blocks import BLOCK
 from tunegemm.torch import blocks, functions, ops
 from tunegemm.torch.lowering import lower_to_function
 
@@ -308,14 +309,18 @@ def compared(theirs: object) -> str:
     )
 
 
-def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabParallelEmbedding",)) -> str:
+def served(
+    model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabParallelEmbedding",),
+    all_blocks: bool = False,
+) -> str:  # fmt: skip
     """Summarize on one line which of a model's weights have kernels.
 
     The line counts the kinds of weights with kernels at numbers of rows up to `most`, lists the kernels'
     families, and names the weights without kernels. The function makes no plans, but learns which products
     nothing serves; else the first steps would wait for that.
 
-    left_out: classes that have a method of linear layers, but compute no served product.
+    left_out: classes that have a method of linear layers, but compute no served product. all_blocks: whether
+    layers with blocks of 128 are served without `IN_BLOCKS`.
     """
     from tunegemm.choose.predictions import ends
 
@@ -339,9 +344,11 @@ def served(model: torch.nn.Module, most: int, left_out: Sequence[str] = ("VocabP
             count, columns, k = weight.shape
             at.setdefault(f"{normalize_dtype(weight.dtype)} {columns}x{k} of {count} experts", set())
             continue
-        if getattr(layer, "weight_block_size", None):
+        own = getattr(layer, "weight_block_size", None)
+        if block := own or getattr(layer.quant_method, "weight_block_size", None):
+            is_served = hasattr(layer, IN_BLOCKS) or (all_blocks and [*block] == [BLOCK, BLOCK])
             name = f"{normalize_dtype(weight.dtype)} {weight.shape[0]}x{weight.shape[1]} in blocks"
-            at[name] = {rows for rows in shown if rows <= BLOCK_ROWS and hasattr(layer, IN_BLOCKS)}
+            at[name] = {rows for rows in shown if rows <= BLOCK_ROWS and is_served}
             families |= dict.fromkeys(["blocks"] if at[name] else [])
             continue
         # The engines store fp8 weights as (k, n), others as (n, k).

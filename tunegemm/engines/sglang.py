@@ -1,8 +1,8 @@
 """SGLang: the plug-in that the entry point `sglang.srt.plugins` names. Written for 0.5.23.
 
-Hooks wrap the 16-bit linear layers and the fp8 product with a scale for each row and column. SGLang computes
-logits with `torch.matmul`, which `tunegemm.enable` serves. This plug-in has not been timed on any GPU; it
-stays as a test of the parts of `common` that a second engine needs.
+Hooks wrap the 16-bit linear layers and the fp8 products with a scale for each row and column, or with block
+scales. SGLang computes logits with `torch.matmul`, which `tunegemm.enable` serves. This plug-in has not been
+timed on any GPU; it stays as a test of the parts of `common` that a second engine needs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from tunegemm.dispatch import extension
 from tunegemm.engines import common
 from tunegemm.engines.common import of_engine
+from tunegemm.generate.blocks import BLOCK
 from tunegemm.torch import ops
 
 #: SGLang shows messages that reach the root logger.
@@ -29,15 +31,23 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 #: The variable that passes `records` from the process that started the engine to those that it starts.
 RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
 
+#: Rows of the weights and values of k that share a scale.
+_BLOCKS = [BLOCK, BLOCK]
 #: Tokens in a step of prompts, by default.
 _STEP = 8192
+
+#: Classes of layers whose method computes no served product.
+_LEFT_OUT = ("VocabParallelEmbedding", "ParallelLMHead")
 
 hooked: set[str] = set()
 
 
 def register() -> None:
     """Serve the engine of this process. May be called again, and without a GPU; raises nothing."""
-    parts = {"bf16 and fp16 layers": sixteen_bits, "fp8 layers": _fp8, "the line at the start": start_line}
+    parts = {
+        "bf16 and fp16 layers": sixteen_bits, "fp8 layers": _fp8, "fp8 layers with block scales": blocks,
+        "the line at the start": start_line,
+    }  # fmt: skip
     common.install("sglang", _log, parts)
 
 
@@ -97,6 +107,32 @@ def scaled_mm(
     )
 
 
+def blocks() -> None:
+    """Both products that SGLang chooses between on a Hopper GPU."""
+    parameters = ("A", "B", "As", "Bs", "block_size", "output_dtype")
+    _, is_invariant = of_engine("sglang.srt.batch_invariant_ops.is_batch_invariant_mode_enabled")
+
+    def make(name: str) -> Callable[[Any], Any]:
+        def hook(own: Any) -> Any:
+            common.own[name] = partial(own, block_size=_BLOCKS, output_dtype=torch.bfloat16)
+            return product
+
+        def product(
+            own: Any, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor,
+            block_size: list[int], output_dtype: torch.dtype = torch.float16,
+        ) -> torch.Tensor:  # fmt: skip
+            is_other = A.device.type != ops.DEVICE_TYPE or A.ndim != 2 or output_dtype != torch.bfloat16
+            if is_other or block_size != _BLOCKS or is_invariant() or extension.policy().is_batch_invariant:
+                return own(A, B, As, Bs, block_size, output_dtype)
+            return torch.ops.tunegemm.engine_block_scaled_mm(A, B, As, Bs, output_dtype, name)
+
+        return hook
+
+    for product in ("deepgemm", "triton"):
+        target = f"sglang.kernels.ops.gemm.fp8_kernel.w8a8_block_fp8_matmul_{product}"
+        around(target, parameters, make(f"sglang_{product}"))
+
+
 def start_line() -> None:
     # Processes that this one starts inherit the variable.
     value = os.environ.setdefault(RECORDS, common.records())
@@ -116,7 +152,7 @@ def report(runner: Any) -> None:
     _, version = of_engine("sglang.__version__")
     step = runner.server_args.chunked_prefill_size
     most = step if isinstance(step, int) and step > 0 else _STEP
-    summary = common.served(runner.model, most, left_out=("VocabParallelEmbedding", "ParallelLMHead"))
+    summary = common.served(runner.model, most, left_out=_LEFT_OUT, all_blocks=True)
     _, ranks = of_engine("sglang.srt.runtime_context.get_parallel")
     if not ranks().tp_rank:
         _log.info(common.said(f"SGLang {version}", f"{summary}, logits by its own"))
