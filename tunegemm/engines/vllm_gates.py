@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.dispatch import api, extension
 from tunegemm.dispatch.forms import MATMUL, form_of
-from tunegemm.dispatch.guards import deterministic, only_checks_operators
+from tunegemm.dispatch.guards import deterministic
 from tunegemm.engines.common import plain
 from tunegemm.groups.routing import SILU, routing
 from tunegemm.layers import fusion, sites
@@ -58,7 +57,8 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
     weight, rows, result = plain(weight), x.size(0), None
     met[weight.shape] = None
     if is_served(rows, weight.size(0)) and not deterministic():
-        result = _by_one_kernel(x, weight)
+        facts = (*weight.shape, weight.stride(0), weight.dtype, weight.device)
+        result = sites.gated("silu", "gate first", False, facts).kernel(x, weight)
     if result is None:
         both = x.new_empty((rows, weight.size(0)))
         place = (site, rows) if site else ""
@@ -70,15 +70,6 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
 @cache
 def is_served(rows: int, columns: int) -> bool:
     return any(least <= rows <= most and few <= columns <= many for least, most, few, many in SERVED)
-
-
-def _by_one_kernel(x: torch.Tensor, weight: torch.Tensor) -> Any:
-    """Compute the gated product with one kernel; None if there is no kernel, or not yet."""
-    if only_checks_operators():  # a first call, which decides how the number of rows is computed
-        with _disable_current_modes():
-            return _by_one_kernel(x, weight)
-    facts = (*weight.shape, weight.stride(0), weight.dtype, weight.device)
-    return sites.gated("silu", "gate first", False, facts).kernel(x, weight)
 
 
 def _gate_of(both: torch.Tensor) -> torch.Tensor:
@@ -167,6 +158,5 @@ def _operator_for(match: Match, facts: tuple[Any, ...]) -> Callable[..., torch.T
         and not extension.policy().is_batch_invariant
         and ranges(columns, k)
     ):
-        operator: Callable[..., torch.Tensor] = torch.ops.tunegemm.engine_gated.default
-        return operator
+        return torch.ops.tunegemm.engine_gated.default
     return None

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils._python_dispatch import _disable_current_modes
 
 import tunegemm
 from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import LINEAR
-from tunegemm.dispatch.guards import deterministic, only_checks_operators
+from tunegemm.dispatch.guards import deterministic
 from tunegemm.layers import sites
 from tunegemm.layers.fusion import fuse
 from tunegemm.layers.graph import value
@@ -95,8 +94,7 @@ def _activated(activation: str, has_bias: bool) -> Callable[..., torch.Tensor]:
 @cache
 def _gates(activation: str) -> Callable[..., torch.Tensor]:
     def function(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.tunegemm.gate(x, gate, up, activation, ops.records())
-        return result
+        return torch.ops.tunegemm.gate(x, gate, up, activation, ops.records())
 
     return function
 
@@ -105,13 +103,8 @@ def compute_gate(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str, records: str = "", site: str = ""
 ) -> torch.Tensor:
     """``act(x @ gate.T) * (x @ up.T)``. site: as Inductor's code has it; the call decides by its operands."""
-    if only_checks_operators():
-        # If torch computed this first call, a CUDA graph of the next call would keep torch's products.
-        with _disable_current_modes():
-            return compute_gate(x, gate, up, activation, records, site)
     facts = (*gate.shape, gate.stride(0), x.dtype, x.device)
-    result: torch.Tensor = sites.gated(activation, sites.TWO_WEIGHTS, False, facts)(x, gate, up)
-    return result
+    return sites.gated(activation, sites.TWO_WEIGHTS, False, facts)(x, gate, up)
 
 
 extension.define(

@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.describe.epilogue import GATE_OF
-from tunegemm.dispatch import api, extension
+from tunegemm.dispatch import api, extension, guards
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of, shaped
 from tunegemm.dispatch.guards import REDUCTIONS, capturing, current_device, dispatch_modes
@@ -77,7 +78,11 @@ class Site:
     def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
         """Compute the result by a kernel; None if torch must compute it."""
         if dispatch_modes() or forward_ad._current_level >= 0:
-            return None
+            if not guards.only_checks_operators():
+                return None
+            # If torch computed this first call, a CUDA graph of the next call would keep torch's products.
+            with _disable_current_modes():
+                return self.kernel(x, *operands)
         if (known := self.find(x.shape)) is not None:
             return None if known.launch is None else known.launch(x, *operands)
         return self.decide(x, *operands) if x.is_contiguous() and x.numel() else None
