@@ -68,8 +68,7 @@ class Forest:
         masks = np.where(seen, self.mask.ravel(), np.uint16(_ALL))
         left = np.bitwise_and.reduce(masks.reshape(len(rows), *self.feature.shape), axis=1)
         trees = np.arange(self.feature.shape[1])
-        result: NDArray[np.float64] = self.base + self.leaves[trees, _LOWEST[left]].sum(axis=1)
-        return result
+        return self.base + self.leaves[trees, _LOWEST[left]].sum(axis=1)
 
 
 def read(path: Path, features: Sequence[str], name: str = "") -> tuple[Forest, dict[str, Any]]:

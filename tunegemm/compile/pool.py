@@ -372,8 +372,7 @@ class _Worker:
         try:
             self._connection.send((family, dict(key), out))
             if self._connection.poll(timeout_s):
-                reply: Resources | Failure = self._connection.recv()
-                return reply
+                return self._connection.recv()
         except (EOFError, OSError):
             raise self._death() from None
         self.kill()

@@ -110,5 +110,4 @@ def differentiably(
     add: Add | None = None,
 ) -> torch.Tensor:
     """`Product`, recorded by autograd; `is_simple` must hold."""
-    result: torch.Tensor = Product.apply(product, a, b, linear, bias, add)
-    return result
+    return Product.apply(product, a, b, linear, bias, add)

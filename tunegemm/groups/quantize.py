@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -119,7 +119,7 @@ def _fake(x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
 def _above_autograd(keyset: Any, x: torch.Tensor, gate: str | None, power_of_two: bool) -> Quantized:
     _check(x, gate)
     operator = torch.ops.tunegemm.quantize.default
-    return cast(Quantized, extension.without_derivative(operator, _quantized, keyset, x, gate, power_of_two))
+    return extension.without_derivative(operator, _quantized, keyset, x, gate, power_of_two)
 
 
 def _vmap(

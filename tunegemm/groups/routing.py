@@ -143,8 +143,7 @@ class Routing(extension.Family):
         known = self.launches.find(key, *tensors)
         if known is None:
             known = self.decide(key, tensors, lambda: self._choose(plan, tensors, *more))
-        result: tuple[Launch, ...] | None = None if known is None else known.launch
-        return result
+        return None if known is None else known.launch
 
     def _choose(
         self, plan: Callable[..., Sequence[Planned]], tensors: Any, *more: Any
@@ -308,8 +307,7 @@ def plan_layer(*operands: Any) -> Sequence[Planned]:
 
 def load_compiled(name: str, index: int) -> Bind | None:
     """The kernel; None until it is compiled. Raises ArtifactError if it will never exist."""
-    kernel: Bind | None = extension.loaded(kernels.FAMILY, name, torch.device("cuda", index))
-    return kernel
+    return extension.loaded(kernels.FAMILY, name, torch.device("cuda", index))
 
 
 def few(

@@ -52,8 +52,7 @@ def scaled_grouped_mm(
         of_blocks = block_groups.are_of_blocks(a, b, scale_a, scale_b)
     except TypeError as error:
         value = a, b, scale_a, scale_b
-        result: torch.Tensor = node_of(error, scaled_grouped_mm, value, words, torch._scaled_grouped_mm)
-        return result
+        return node_of(error, scaled_grouped_mm, value, words, torch._scaled_grouped_mm)
     if of_blocks:
         if bias is not None or scale_result is not None:
             raise ProblemError(
@@ -63,8 +62,7 @@ def scaled_grouped_mm(
     if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
         served = below_autograd(a, b, scale_a, scale_b, **words)
         if served is not None:
-            product: torch.Tensor = extension.undifferentiable("tunegemm.scaled_grouped_mm", served, a, b)
-            return product
+            return extension.undifferentiable("tunegemm.scaled_grouped_mm", served, a, b)
         # Torch reads memory that is not there, and its kernel ignores the stride of offs.
         grouped.check_devices(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
         words["offs"] = None if offs is None else offs.contiguous()

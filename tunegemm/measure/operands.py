@@ -295,8 +295,7 @@ def expected(problem: Problem, operands: Operands) -> torch.Tensor:
     if not fused:
         return product
     named = {operand.name: value for operand, value in zip(fused.operands, operands.fused, strict=True)}
-    result: torch.Tensor = fused.reference(product.float(), named)
-    return result
+    return fused.reference(product.float(), named)
 
 
 def _of_groups(problem: Problem, operands: Operands) -> torch.Tensor:
