@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -12,7 +12,7 @@ from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import check_tensors, node_of, rank
-from tunegemm.dispatch.guards import is_transformed
+from tunegemm.dispatch.guards import capturing, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
@@ -78,8 +78,7 @@ def experts(
             "down_scale": down_scale,
         }  # fmt: skip
         given = x, gate_up, down, index, weights
-        result: torch.Tensor = node_of(error, experts, given, words, _check_operands)
-        return result
+        return node_of(error, experts, given, words, _check_operands)
     arguments = x, gate_up, down, index, weights, gate_up_bias, down_bias
     scales, interleaved, elsewhere = (gate_up_scale, down_scale), bool(interleaved), bool(elsewhere)
     try:
@@ -93,7 +92,7 @@ def experts(
             kind = "", [float(each) for each in activation]
         if kind is not None:
             settings = *kind, interleaved, elsewhere
-            return cast(torch.Tensor, torch.ops.tunegemm.experts(*arguments, *scales, *settings))
+            return torch.ops.tunegemm.experts(*arguments, *scales, *settings)
     return _layer(*arguments, *scales, activation, interleaved, elsewhere)
 
 
@@ -240,6 +239,9 @@ def _by_blocks(
     return scaled_grouped_mm(values, down.mT, scales, down_scale.mT, ends, None)
 
 
+#: Multiples of a step, by device, step and count: ends of groups, and positions of rows. Never freed, because
+#: captured graphs read them.
+kept: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 #: The least and the greatest count of numbers that a call keeps.
 _LEAST_KEPT, _MOST_KEPT = 4096, 1 << 20
 
@@ -251,7 +253,11 @@ def _numbers(count: int, like: torch.Tensor, plain: bool, step: int = 1) -> torc
     """
     if plain and count <= _MOST_KEPT and like.dtype is torch.int64:
         size = max(_LEAST_KEPT, 1 << (count - 1).bit_length())
-        result = grouped.multiples(like.device, torch.int64, step, size)
+        result = kept.get(key := (like.device, step, size))
+        if result is None and not capturing(like.device):
+            # The copy from the host is synchronous, so any stream may read the tensor afterwards.
+            result = torch.arange(0, size * step, step, dtype=torch.int64, device="cpu").to(like.device)
+            kept[key] = result
         if result is not None:
             return result[:count]
     return torch.arange(0, count * step, step, device=like.device, dtype=like.dtype)
@@ -279,10 +285,7 @@ def _recorded(a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool
     if (observe := extension.observer()) is None:
         return None
     call = GroupedCall("experts", a, b, offs, bias, gate=gate)
-    observed: torch.Tensor = observe(
-        call, lambda: _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved)
-    )
-    return observed
+    return observe(call, lambda: _gate(grouped_mm(a, b, offs=offs, bias=bias), GATED[gate], interleaved))
 
 
 def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
@@ -412,8 +415,7 @@ def _above_autograd(keyset: Any, *arguments: Any) -> torch.Tensor:
     if is_transformed() or grouped.has_gradient(*arguments[:_TENSORS]):
         return _compute(*arguments)
     operator = torch.ops.tunegemm.experts.default
-    result: torch.Tensor = extension.without_derivative(operator, _compute, keyset, *arguments)
-    return result
+    return extension.without_derivative(operator, _compute, keyset, *arguments)
 
 
 #: How many of the operator's arguments are tensors.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -130,10 +130,7 @@ class Groups(extension.Family):
 
     def are_checked(self) -> bool:
         """Whether to check values on the device, which makes the host wait: ``TUNEGEMM_CHECK_GROUPS``."""
-        checked: bool = self.launches.once(
-            "are checked", lambda: read_switch("TUNEGEMM_CHECK_GROUPS", extension.warn)
-        )
-        return checked
+        return self.launches.once("are checked", lambda: read_switch("TUNEGEMM_CHECK_GROUPS", extension.warn))
 
     def below_autograd(
         self,
@@ -181,8 +178,7 @@ class Groups(extension.Family):
             self.failed(a.device, error)
             self.launches.keep(key, None, *tensors)
             return None
-        result: torch.Tensor = operands[2]
-        return result
+        return operands[2]
 
     def _choose(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any
@@ -214,8 +210,7 @@ class Groups(extension.Family):
 
     def load(self, config: Any, device: torch.device) -> Kernel | None:
         place = config, device.index or 0
-        kernel: Kernel | None = self.loaded.once(place, lambda: self._load(*place))
-        return kernel
+        return self.loaded.once(place, lambda: self._load(*place))
 
     def load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
         place = torch.device("cuda", index)
@@ -307,15 +302,7 @@ def has_gradient(*operands: torch.Tensor | None) -> bool:
     return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
 
 
-def fits(
-    a: Any,
-    b: Any,
-    offs: Any,
-    bias: Any,
-    *,
-    gated: bool = False,
-    scales: Any = None,
-) -> bool:
+def fits(a: Any, b: Any, offs: Any, bias: Any, *, gated: bool = False, scales: Any = None) -> bool:
     """Whether kernels can read these operands in place. Groups lie along k if b has 2 dimensions."""
     if (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
         return False
@@ -375,21 +362,6 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
                 "sizes.cumsum(0)"
             )
         before = end
-
-
-#: Multiples of a step, by device, dtype, step and count: ends of groups, and positions of rows. Never freed,
-#: because captured graphs read them.
-kept: dict[tuple[torch.device, torch.dtype, int, int], torch.Tensor] = {}
-
-
-def multiples(device: torch.device, dtype: torch.dtype, step: int, count: int) -> torch.Tensor | None:
-    """0, step, 2 step, ...: `count` numbers. None during a capture, unless a call made them before."""
-    key = device, dtype, step, count
-    result = kept.get(key)
-    if result is None and not capturing(device):
-        # The copy from the host is synchronous, so any stream may read the tensor afterwards.
-        result = kept[key] = torch.arange(0, count * step, step, dtype=dtype, device="cpu").to(device)
-    return result
 
 
 def check_devices(**tensors: torch.Tensor | None) -> None:
@@ -499,8 +471,7 @@ def traced(
         return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
     if bias is not None and torch.is_grad_enabled() and bias.requires_grad:
         return _added(torch.ops.tunegemm.grouped_mm(a, b, offs, None), offs, bias)
-    result: torch.Tensor = torch.ops.tunegemm.grouped_mm(a, b, offs, bias)
-    return result
+    return torch.ops.tunegemm.grouped_mm(a, b, offs, bias)
 
 
 def _compute(a: Any, b: Any, offs: Any, bias: Any = None) -> torch.Tensor:
@@ -547,10 +518,9 @@ def _above_autograd(keyset: Any, a: Any, b: Any, offs: Any, bias: Any = None) ->
     if is_transformed():
         return by_torch(a, b, offs=offs, bias=bias)
     if has_gradient(a, b):
-        result: torch.Tensor = _Differentiable.apply(a, b, offs, bias)
-        return result
+        return _Differentiable.apply(a, b, offs, bias)
     operator = torch.ops.tunegemm.grouped_mm.default
-    return cast(torch.Tensor, extension.without_derivative(operator, _compute, keyset, a, b, offs, bias))
+    return extension.without_derivative(operator, _compute, keyset, a, b, offs, bias)
 
 
 #: Of operators of groups: Inductor keeps the strides of their operands.

@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from tunegemm.describe.problem import (
-    MAX_ALIGNMENT,
-    Problem,
-    contiguous_mode,
-    normalize_dtype,
-)
+from tunegemm.describe.problem import MAX_ALIGNMENT, Problem, contiguous_mode, normalize_dtype
 from tunegemm.describe.workload.products import Kind
 from tunegemm.dispatch.library import argument_names
 from tunegemm.errors import ProblemError
