@@ -270,7 +270,7 @@ def test_scales_and_operands_that_torch_takes() -> None:
     a, b, scale_a, scale_b = operands(8, 256, 640)  # five blocks along k
     padded = torch.rand(2, 8).t()  # each column of eight, of which five are read
     good = a, b, scale_a, padded[:5]
-    assert own.are_of_blocks(*good) and own.torch_takes(*good)
+    assert own.scale_k_of(*good) == 128 and own.torch_takes(*good)
     for name, given in {
         "rows": (a[:6], b, torch.rand(5, 6).t(), padded[:5]),
         "scale_a's layout": (a, b, scale_a.contiguous(), padded[:5]),
@@ -278,13 +278,13 @@ def test_scales_and_operands_that_torch_takes() -> None:
         "k": (a[:, :632], b[:632], scale_a, padded[:5]),
         "b's layout": (a, b.contiguous(), scale_a, padded[:5]),
     }.items():
-        assert own.are_of_blocks(*given) and not own.torch_takes(*given), name
-    assert own.are_of_blocks(a, b, scale_a, padded)  # torch's padding of scale_b
+        assert own.scale_k_of(*given) == 128 and not own.torch_takes(*given), name
+    assert own.scale_k_of(a, b, scale_a, padded) == 128  # torch's padding of scale_b
     for wrong in (padded[:7], padded[:4], padded[:5, :1], padded[:5, 0]):
-        assert not own.are_of_blocks(a, b, scale_a, wrong)
-    assert not own.are_of_blocks(a, b, scale_a[:, :4], padded[:5])
-    assert not own.are_of_blocks(a[0], b, scale_a, padded[:5])
-    assert not own.are_of_blocks(a, b[:, 0], scale_a, padded[:5])
+        assert own.scale_k_of(a, b, scale_a, wrong) == 0
+    assert own.scale_k_of(a, b, scale_a[:, :4], padded[:5]) == 0
+    assert own.scale_k_of(a[0], b, scale_a, padded[:5]) == 0
+    assert own.scale_k_of(a, b[:, 0], scale_a, padded[:5]) == 0
 
 
 class Scaled(torch.nn.Module):

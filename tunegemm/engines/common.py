@@ -123,7 +123,7 @@ def _block_scaled_mm(
     if a.size(0) <= BLOCK_ROWS:
         left, scales = quantisers[name](a) if name in quantisers else (a, scale_a)
         operands = left, plain(weight).t(), scales, plain(scale).t()
-        result = blocks.product(*operands, out_dtype) if blocks.are_of_blocks(*operands) else None
+        result = blocks.product(*operands, out_dtype) if blocks.scale_k_of(*operands) == BLOCK else None
         if result is not None:
             return result
     return own[name](a, weight, scale_a, scale)

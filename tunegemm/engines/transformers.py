@@ -78,7 +78,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torc
     """``x @ (weight * scale).T`` for rows that are quantised first; None without a kernel."""
     values, scales = quantize(x)
     given = values, weight.detach().t(), scales, scale.detach().t()
-    if not blocks.are_of_blocks(*given):  # such as a slice of a weight beside all scales
+    if blocks.scale_k_of(*given) != BLOCK:  # such as a slice of a weight beside all scales
         return None
     if torch.compiler.is_compiling():
         return blocks.scaled_mm(*given, None, x.dtype, False)

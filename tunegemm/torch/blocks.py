@@ -36,33 +36,30 @@ def blocks_of(extent: int, block: int = BLOCK) -> int:
 
 
 def scale_k_of(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> int:
-    """How many values of k share a scale: 128 if `are_of_blocks` holds; 32 of blocks of 1x32 of a (M, K), and
-    of 1x32 (of a column) or 32x32 of b (K, N); else 0.
+    """How many values of k share a scale: 128 of blocks of 1x128 of a (M, K) and of 128x128 of b (K, N); 32
+    of blocks of 1x32 of a, and of 1x32 (of a column) or 32x32 of b; else 0.
+
+    Torch pads scale_b of 128x128 to a multiple of 4 rows; the padding is never read.
     """
-    if are_of_blocks(a, b, scale_a, scale_b):
-        return BLOCK
     if not a.ndim == b.ndim == scale_b.ndim == 2:
         return 0
-    (rows, k), n = a.shape, b.shape[1]
-    along, across = blocks_of(k, NARROW), scale_b.shape[1]
-    fits = scale_a.shape == (rows, along) and scale_b.shape[0] == along
+    (rows, k), n, (lines, across) = a.shape, b.shape[1], scale_b.shape
+    # Comparisons not by `in`, by which Dynamo (torch 2.13) does not find a constant among symbolic extents.
+    along = blocks_of(k)
+    if (
+        scale_a.shape == (rows, along)
+        and across == blocks_of(n)
+        and (lines == along or lines == padded(along))
+    ):
+        return BLOCK
+    along = blocks_of(k, NARROW)
+    fits = scale_a.shape == (rows, along) and lines == along
     return NARROW if fits and (across == n or across == blocks_of(n, NARROW)) else 0
 
 
-def are_of_blocks(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
-    """Whether the scales cover blocks of 1x128 of a (M, K) and of 128x128 of b (K, N). Torch pads the second
-    to a multiple of 4 rows; the padding is never read."""
-    if not a.ndim == b.ndim == 2:
-        return False
-    (rows, k), n = a.shape, b.shape[1]
-    along = blocks_of(k)
-    return (
-        scale_a.shape == (rows, along)
-        and scale_b.ndim == 2
-        and scale_b.shape[1] == blocks_of(n)
-        # Not `in`, by which Dynamo (torch 2.13) does not find a constant among symbolic extents.
-        and (scale_b.shape[0] == along or scale_b.shape[0] == -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
-    )
+def padded(lines: int) -> int:
+    """The number of rows to which torch pads scales of 128x128."""
+    return blocks_of(lines, _TORCHS_UNIT) * _TORCHS_UNIT
 
 
 def are_of_one_block(text: str, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> bool:
@@ -78,7 +75,7 @@ def are_of_one_block(text: str, a: torch.Tensor, b: torch.Tensor, out_dtype: tor
 
 
 def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> bool:
-    """Whether torch on a Hopper GPU multiplies operands for which `are_of_blocks` holds. Both scales must be
+    """Whether torch on a Hopper GPU multiplies operands for which `scale_k_of` is 128. Both scales must be
     column-major, with columns that start at multiples of 16 bytes, and the number of rows must be a multiple
     of 4 (cuBLASLt 13.1).
     """
@@ -87,7 +84,7 @@ def torch_takes(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b
         takes_fp8(a, b)
         and rows % _TORCHS_UNIT == 0
         and scale_a.stride() == (1, rows)
-        and scale_b.stride() == (1, -(-along // _TORCHS_UNIT) * _TORCHS_UNIT)
+        and scale_b.stride() == (1, padded(along))
     )
 
 
@@ -156,15 +153,14 @@ def scaled_mm(
     if torch.compiler.is_exporting() or all(
         type(each) in PLAIN or isinstance(each, FakeTensor) for each in arguments
     ):
-        if _E8M0 in (scale_a.dtype, scale_b.dtype) and are_of_blocks(*arguments):
+        if _E8M0 in (scale_a.dtype, scale_b.dtype) and scale_k_of(*arguments) == BLOCK:
             arguments = a, b, in_fp32(scale_a), in_fp32(scale_b)
         if scale_k := check_scales(*arguments):
             check_dtype(out_dtype)
             by_kernel = bias is None and not is_traced
             result = product(*arguments, out_dtype, scale_k=scale_k) if by_kernel else None
             if result is not None:
-                served: torch.Tensor = extension.undifferentiable("tunegemm.scaled_mm", result, a, b)
-                return served
+                return extension.undifferentiable("tunegemm.scaled_mm", result, a, b)
             check_beside(*arguments, bias)
             if a.device.type == "cpu" or scale_k == NARROW or not torch_takes(*arguments):
                 # Inductor (torch 2.13) would make C++ of `emulated` that leaves out partial blocks.
@@ -234,7 +230,7 @@ def below_autograd(name: str, arguments: Sequence[Any], keywords: dict[str, Any]
     a, b, scale_a, scale_b, out_dtype, is_narrow = value
     out = keywords.get("out")
     if not is_narrow:
-        return product(*value[:5], out) if are_of_blocks(*value[:4]) else None
+        return product(*value[:5], out) if scale_k_of(*value[:4]) == BLOCK else None
     if not a.ndim == b.ndim == scale_a.ndim == scale_b.ndim == 2 or a.shape[1] != b.shape[0]:
         return None
     if not a.dtype == b.dtype == _FP8 or not {scale_a.dtype, scale_b.dtype} <= {torch.float32, _E8M0}:
