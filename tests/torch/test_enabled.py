@@ -139,14 +139,12 @@ def test_a_process_says_what_it_served_or_writes_it_for_run(
     served = Served(2, 1, calls, 1, 0.0)
     counts = SimpleNamespace(counting=None, clear=None, served=lambda: served)
     monkeypatch.setattr(enabled, "Counts", lambda: counts)
-    monkeypatch.setattr(
-        enabled, "Writer", lambda **given: SimpleNamespace(start=lambda: writers.update(given))
-    )
+    monkeypatch.setattr(enabled, "keep_writing", lambda **given: writers.update(given))
     monkeypatch.setattr(takeover, "begin", lambda counting: None)
     monkeypatch.setenv("TUNEGEMM_ENABLE", "1")
     monkeypatch.setenv(enabled.PARTS, str(tmp_path) if by_run else "")
     enabled.serve_process()
-    writers["last"](False)
+    writers["last"]()
     files = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
     assert files == ([asdict(served)] if by_run and calls else [])
     assert bool(capsys.readouterr().err) == bool(calls and not by_run)

@@ -17,8 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,37 +26,33 @@ from tunegemm.errors import TunegemmError
 _KEY = "BackendSelect"
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The functions that one part of tunegemm puts in front of some kernels."""
-
-    operators: Sequence[str]
-    """Names in ATen, each for all its overloads. Names that this torch lacks are skipped."""
-    keys: Sequence[str]
-    """``CPU``, ``CUDA``: torch computes products whose kernel is at another key."""
-    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-    """Makes the function for an operator, from its name and a function that calls the kernel that would run
-    without us, as it is at each call. Both functions get the dispatch keys, then the operator's arguments."""
+#: Makes the function for an operator, from its name and a function that calls the kernel that would run
+#: without us, as it is at each call. Both functions get the dispatch keys, then the operator's arguments.
+Wrap: TypeAlias = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
 
 class Replacements:
-    """The layers, by name. A recording hides the takeover, so torch computes the recorded products."""
+    """What is in front, by name. A recording hides the takeover, so torch computes the recorded products."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._layers: dict[str, Layer] = {}
+        self._layers: dict[str, tuple[Sequence[str], Sequence[str], Wrap]] = {}
         self._library: torch.library.Library | None = None
 
-    def put(self, name: str, layer: Layer) -> None:
-        """Raises TunegemmError if this torch cannot do it."""
+    def put(self, name: str, operators: Sequence[str], keys: Sequence[str], wrap: Wrap) -> None:
+        """Put functions in front of operators. Raises TunegemmError if this torch cannot do it.
+
+        operators: names in ATen, each for all its overloads; those that this torch lacks are skipped.
+        keys: such as ``CUDA``; torch computes products whose kernel is at another key.
+        """
         if not hasattr(torch._C.DispatchKeySet, "raw_repr"):
             raise TunegemmError(f"torch {torch.__version__} does not expose the next kernel; update torch")
         with self._lock:
-            self._layers[name] = layer
+            self._layers[name] = operators, keys, wrap
             self._install()
 
     def remove(self, name: str) -> None:
-        """Does nothing if there is no such layer."""
+        """Does nothing if there is nothing by that name."""
         with self._lock:
             if self._layers.pop(name, None) is not None:
                 self._install()
@@ -74,27 +69,30 @@ class Replacements:
         if layer is None:
             return
         self._library = torch.library.Library("aten", "IMPL")
+        operators, keys, wrap = layer
         places: dict[int, tuple[Any, bool]] = {}
-        for name in layer.operators:
+        for name in operators:
             packet = getattr(torch.ops.aten, name, None)
             for overload in packet.overloads() if packet is not None else ():
                 operator = getattr(packet, overload)
-                self._library.impl(operator, _before(name, operator, layer, places), _KEY, with_keyset=True)
+                serve = wrap(name, operator.redispatch)
+                before = _before(operator, serve, keys, places)
+                self._library.impl(operator, before, _KEY, with_keyset=True)
 
 
 def _before(
-    name: str, operator: Any, layer: Layer, places: dict[int, tuple[Any, bool]]
+    operator: Any, serve: Callable[..., Any], keys: Sequence[str], places: dict[int, tuple[Any, bool]]
 ) -> Callable[..., Any]:
     """The function in front of an overload's kernels.
 
-    places: by the dispatch keys of a call, those below ours, and whether their kernel is at one of the
-    layer's. A program has few of these, and looking one up costs less than asking torch.
+    places: by the dispatch keys of a call, those below ours, and whether their kernel is at one of `keys`.
+    A program has few of these, and looking one up costs less than asking torch.
     """
-    serve, go_on = layer.wrap(name, operator.redispatch), operator.redispatch
+    go_on = operator.redispatch
 
     def find(keyset: Any) -> tuple[Any, bool]:
         below = keyset & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
-        place = places[keyset.raw_repr()] = below, below.highestPriorityTypeId().name in layer.keys
+        place = places[keyset.raw_repr()] = below, below.highestPriorityTypeId().name in keys
         return place
 
     def before(keyset: Any, *arguments: Any, **keywords: Any) -> Any:

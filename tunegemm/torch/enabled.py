@@ -26,7 +26,7 @@ from tunegemm.dispatch import api
 from tunegemm.errors import TunegemmError
 from tunegemm.groups.recorded_groups import dtype_of
 from tunegemm.torch import takeover
-from tunegemm.torch.processes import Writer
+from tunegemm.torch.processes import keep_writing
 
 #: Names the folder in which each process of `tunegemm run` writes its counts.
 PARTS = "TUNEGEMM_ENABLE_PARTS"
@@ -110,17 +110,17 @@ def serve_process() -> None:
         print(f"tunegemm: TUNEGEMM_ENABLE has no effect: {error}", file=sys.stderr)
         return
 
-    def write(is_child: bool) -> None:
+    def write() -> None:
         if folder and (served := counts.served()).calls:
             with suppress(OSError):
                 Path(folder, f"{os.getpid()}.json").write_text(json.dumps(asdict(served)))
 
-    def last(is_child: bool) -> None:
-        write(is_child)
+    def last() -> None:
+        write()
         if not folder and (served := counts.served()).calls:
             print(f"tunegemm: {served} (process {os.getpid()})", file=sys.stderr)
 
-    Writer(write=write, clear=counts.clear, last=last).start()
+    keep_writing(write=write, clear=counts.clear, last=last)
 
 
 def gains_by_place() -> Mapping[_Key, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,11 +67,14 @@ def _fused(
     return api.dispatcher.compiled(place if any_rows else site, form, a, b, operands, numbers, out)
 
 
-#: What Inductor makes of each function: one for all operators that it computes, by its name.
-_choices: dict[str, Any] = {}
-_lowered: set[Any] = set()
+@cache
+def _choice(function: Callable[..., torch.Tensor], name: str, writes: bool) -> Any:
+    """What Inductor makes of a function: one for all operators that it computes."""
+    select = importlib.import_module("torch._inductor.select_algorithm")
+    return select.ExternKernelChoice(function, name=name, has_out_variant=writes)
 
 
+@cache
 def lower_to_function(
     operator: Any, function: Callable[..., torch.Tensor], name: str, *, writes: bool = False
 ) -> None:
@@ -83,15 +87,10 @@ def lower_to_function(
     """
     with suppress(ImportError, AttributeError):
         # Imported late because the import takes seconds.
-        select, ir, lowering, virtualized = (
-            importlib.import_module(f"torch._inductor.{each}")
-            for each in ("select_algorithm", "ir", "lowering", "virtualized")
+        choice = _choice(function, name, writes)
+        ir, lowering, virtualized = (
+            importlib.import_module(f"torch._inductor.{each}") for each in ("ir", "lowering", "virtualized")
         )
-        if operator in _lowered:
-            return
-        if (choice := _choices.get(name)) is None:
-            choice = select.ExternKernelChoice(function, name=name, has_out_variant=writes)
-            _choices[name] = choice
         parameters = operator._schema.arguments
         graphs, by_operator = virtualized.V, lowering.fallback_handler(operator, add_to_fallback_set=False)
 
@@ -123,4 +122,3 @@ def lower_to_function(
 
         lowering.register_lowering(operator, type_promotion_kind=None)(lowered)
         lowering.add_needs_realized_inputs(operator)  # as for aten.mm
-        _lowered.add(operator)

@@ -64,15 +64,11 @@ def records() -> str:
 records._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _define_matmul_out() -> None:
-    def write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        if api.dispatcher.below_autograd(a, b, out) is None:
-            torch.matmul(a, b, out=out)
-        elif not out.is_inference():  # inference tensors count no versions
-            torch.autograd.graph.increment_version(out)
-
-    schema = "matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()"
-    define(schema, write, lambda a, b, out: None, _TAGS)
+def _write(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    if api.dispatcher.below_autograd(a, b, out) is None:
+        torch.matmul(a, b, out=out)
+    elif not out.is_inference():  # inference tensors count no versions
+        torch.autograd.graph.increment_version(out)
 
 
 def _define_product(name: str) -> None:
@@ -302,5 +298,5 @@ def _is_cast(a: torch.Tensor) -> bool:
 
 _define_product("mm")
 _define_product("bmm")
-_define_matmul_out()
+define("matmul_out(Tensor a, Tensor b, Tensor(a!) out) -> ()", _write, lambda a, b, out: None, _TAGS)
 _define_fused()

@@ -12,35 +12,31 @@ from multiprocessing.util import Finalize, register_after_fork
 _WRITE_EVERY_S = 3.0
 
 
-class Writer:
-    """Writes a process's counts again and again, so that a killed process loses only seconds of them."""
+def keep_writing(*, write: Callable[[], None], clear: Callable[[], None], last: Callable[[], None]) -> None:
+    """Write a process's counts again and again, so that a killed process loses only seconds of them.
 
-    def __init__(
-        self, *, write: Callable[[bool], None], clear: Callable[[], None], last: Callable[[bool], None]
-    ) -> None:
-        """write: called with whether this is a forked child. last: called with the same, once, at the end.
-        clear: forgets the counts of a child's parent. None of them raises."""
-        self._write, self._clear, self._last = write, clear, last
-        self._is_child = False
-        os.register_at_fork(after_in_child=self._forked)
+    last: called once, at the end. clear: forgets the counts of a child's parent. None of them raises.
+    """
 
-    def start(self) -> None:
-        self._write(self._is_child)
-        threading.Thread(target=self._run, name="tunegemm-count", daemon=True).start()
-        self._at_exit()
-
-    def _run(self) -> None:
+    def run() -> None:
         while True:
-            time.sleep(_WRITE_EVERY_S)  # a killed process loses no more than this
-            self._write(self._is_child)
+            time.sleep(_WRITE_EVERY_S)
+            write()
 
-    def _at_exit(self) -> None:
+    def at_exit(*_: object) -> None:
         # Not `atexit`: the children of multiprocessing end without it, and begin without older finalizers.
-        Finalize(None, self._last, (self._is_child,), exitpriority=0)
-        register_after_fork(self, Writer._at_exit)
+        Finalize(None, last, exitpriority=0)
+        register_after_fork(at_exit, at_exit)
 
-    def _forked(self) -> None:
+    def start() -> None:
+        write()
+        threading.Thread(target=run, name="tunegemm-count", daemon=True).start()
+        at_exit()
+
+    def forked() -> None:
         """In a forked child, which has none of its parent's threads."""
-        self._clear()
-        self._is_child = True
-        self.start()
+        clear()
+        start()
+
+    os.register_at_fork(after_in_child=forked)
+    start()

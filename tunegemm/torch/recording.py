@@ -35,8 +35,8 @@ from tunegemm.errors import WorkloadError
 from tunegemm.files import impossible
 from tunegemm.groups import recorded_groups
 from tunegemm.groups.recorded_groups import GroupedCall, dtype_of, mode_of
-from tunegemm.torch.aten import Layer, replacements
-from tunegemm.torch.processes import Writer
+from tunegemm.torch.aten import replacements
+from tunegemm.torch.processes import keep_writing
 
 #: Timed calls per product: enough for a stable median; later calls need no events.
 _TIMED = 32
@@ -179,27 +179,27 @@ def record_process(folder: str) -> None:
 
     A forked child starts from zero: the products before the fork belong to its parent.
     """
-    recording, place = Recording(), Path(folder)
+    recording, place, parent = Recording(), Path(folder), os.getpid()
     recording.__enter__()
 
-    def written(is_child: bool) -> None:
+    def written() -> None:
         workload = recording.workload()
-        if workload.products or not is_child:
+        if workload.products or os.getpid() == parent:
             workload.write(place / f"{os.getpid()}.json")
 
-    def write(is_child: bool) -> None:
+    def write() -> None:
         with suppress(WorkloadError):
-            written(is_child)
+            written()
 
-    def last(is_child: bool) -> None:
+    def last() -> None:
         _interception.drain(wait=True)
         try:
-            written(is_child)
+            written()
         except WorkloadError as error:
             if place.is_dir():  # a process may outlive `tunegemm record`, which deletes its folder
                 print(f"tunegemm: products of process {os.getpid()} are lost: {error}", file=sys.stderr)
 
-    Writer(write=write, clear=recording.clear, last=last).start()
+    keep_writing(write=write, clear=recording.clear, last=last)
 
 
 class _Interception:
@@ -241,8 +241,8 @@ class _Interception:
         self._pending.clear()
 
     def _install(self) -> None:
-        layer = Layer((*OPERATORS, *recorded_groups.OPERATORS), ("CPU", "CUDA"), self._wrap)
-        replacements.put("recording", layer)
+        operators = *OPERATORS, *recorded_groups.OPERATORS
+        replacements.put("recording", operators, ("CPU", "CUDA"), self._wrap)
         self._undo.callback(replacements.remove, "recording")
         # While recording, torch computes our own products; each is recorded as the call that it replaces.
         self._undo.callback(api.dispatcher.planner.suspend(self._observe, self._observe_groups))

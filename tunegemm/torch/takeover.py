@@ -18,11 +18,7 @@ from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.library import addmm_steps, call_of, is_sum
 from tunegemm.generate.cublaslt.products import INT8_LEAST_ROWS
 from tunegemm.torch import blocks
-from tunegemm.torch.aten import Layer, replacements
-
-#: Makes a function that counts an operator's calls, from its name, the maker of the function that replaces
-#: its kernel, and what calls that kernel.
-Counting = Callable[[str, Callable[[Any], Callable[..., Any]], Any], Callable[..., Any]]
+from tunegemm.torch.aten import replacements
 
 #: The dispatch keys whose products are taken over.
 DEVICE_KEYS = ("CUDA",)
@@ -54,9 +50,12 @@ active: list[Takeover] = []
 _lock = threading.RLock()
 
 
-def begin(counting: Counting | None = None) -> Takeover:
-    """Do the work of `enable`, but for Inductor's pass. counting: makes functions that count an operator's
-    calls, if this is the outermost block."""
+def begin(counting: Callable[..., Callable[..., Any]] | None = None) -> Takeover:
+    """Do the work of `enable`, but for Inductor's pass.
+
+    counting: makes functions that count an operator's calls, if this is the outermost block, as
+    `enabled.Counts.counting` does.
+    """
     served = _SERVED | extension.operators
 
     def wrap(name: str, kernel: Any) -> Callable[..., Any]:
@@ -67,7 +66,7 @@ def begin(counting: Counting | None = None) -> Takeover:
     takeover = Takeover()
     with _lock:
         if not active:
-            replacements.put("takeover", Layer(tuple(served), DEVICE_KEYS, wrap))
+            replacements.put("takeover", tuple(served), DEVICE_KEYS, wrap)
         active.append(takeover)
     return takeover
 
