@@ -98,7 +98,19 @@ HALVES: dict[str, Callable[..., torch.Tensor]] = {
     "slices": lambda m, x: (lambda y: silu(y[..., :INNER]) * y[..., INNER:])(m.both(x)),
     "alternate": lambda m, x: (lambda y: silu(y[..., ::2]) * y[..., 1::2])(m.both(x)),
     "up first": lambda m, x: (lambda u, g: silu(g) * u)(*m.both(x).chunk(2, -1)),
+    "other names": lambda m, x: (lambda g, u: silu(g.detach()) * u)(*m.both(x).tensor_split(2, -1)),
 }
+
+
+@pytest.mark.parametrize("written", [lambda y: y.mul_(2), lambda y: y[..., :INNER].mul_(2)])
+def test_a_half_that_was_written_to_is_no_part_of_the_product(
+    kernels: Kernels, written: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def spell(m: Own, x: torch.Tensor) -> torch.Tensor:
+        y = m.both(x)
+        return silu(written(y)[..., :INNER]) * y[..., INNER:]
+
+    assert counts_of(made(Own(spell)), given()) == {"linear": 1} and not kernels.gates
 
 
 @pytest.mark.parametrize("name", HALVES)

@@ -66,20 +66,18 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         return None
     if len(inside) < len(match.nodes) or inside.intersection(match.operands):
         return None  # a layer that is used twice would be computed twice
-    x, result = value(match.operands[0]), value(match.nodes[-1])
-    computed = [
-        value(node) for node in match.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)
-    ]
+    tensors = [node for node in match.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
+    computed = [value(node) for node in (*tensors, match.nodes[-1])]
     operands = [value(node) for node in match.operands]
-    if x is None or result is None or any(each is None for each in (*computed, *operands)):
+    if any(each is None for each in (*computed, *operands)):
         return None
-    weights = [value(node) for node in match.weights]
+    x, weights = operands[0], operands[1 : 1 + match.weights]
     if (
         x.dtype not in DTYPES
         or x.device.type != extension.device_type()
         or any(each.dtype is not x.dtype or each.device != x.device for each in (*computed, *operands))
         or any(each.requires_grad for each in computed)
-        or any(each.layout is not torch.strided or each.is_conj() or each.is_neg() for each in operands)
+        or any(each.is_conj() or each.is_neg() for each in operands)
         or x.ndim < 2
     ):
         return None

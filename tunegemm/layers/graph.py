@@ -37,15 +37,14 @@ _ACTIVATIONS: dict[Any, str] = {
     functional.relu: "relu", torch.relu: "relu", "relu": "relu",
 }  # fmt: skip
 _GROUPED: frozenset[Any] = frozenset((functional.grouped_mm, torch._grouped_mm))
-_TRANSPOSED = frozenset(("t", "T", "mT", "transpose", "swapaxes", "permute", "numpy_T", "adjoint"))
 
 
 def value(node: Any) -> Any:
-    """The fake tensor that a node computes; None for other values and for tensor subclasses."""
+    """The strided fake tensor that a node computes; None for other values and for tensor subclasses."""
     if not isinstance(node, Node):
         return None
     result = node.meta.get("example_value", node.meta.get("val"))
-    return result if isinstance(result, FakeTensor) else None
+    return result if isinstance(result, FakeTensor) and result.layout is torch.strided else None
 
 
 def name_of(node: Node) -> str:
@@ -95,17 +94,14 @@ def product_of(node: Any) -> tuple[Node, ...] | None:
 def transposed_of(node: Any) -> Node | None:
     """The matrix behind a transposed view, however the view is written; else None."""
     result = value(node)
-    if result is None or result.ndim != 2 or not node.args or not isinstance(node.args[0], Node):
-        return None
-    source = node.args[0]
+    source = node.args[0] if result is not None and result.ndim == 2 and node.args else None
     whole = value(source)
-    if name_of(node) not in _TRANSPOSED or whole is None or whole.ndim != 2 or whole.dtype.is_complex:
-        return None
-    if storage_of(whole) != storage_of(result):
+    if whole is None or whole.ndim != 2 or whole.dtype.is_complex or storage_of(whole) != storage_of(result):
         return None
     turned = whole.t()
     same = are_same(turned.shape, result.shape) and are_same(turned.stride(), result.stride())
-    return source if same and result.storage_offset() == whole.storage_offset() else None
+    is_at_its_place = same and result.storage_offset() == whole.storage_offset()
+    return source if is_at_its_place and not may_write(node) else None
 
 
 def activation_of(node: Any) -> tuple[str, Node] | None:
@@ -130,12 +126,6 @@ def passed_on(node: Node) -> Node | None:
     return source if bound.get("training", True) is False and isinstance(source, Node) else None
 
 
-VIEWS = frozenset((
-    "view", "reshape", "transpose", "permute", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous",
-    "chunk", "split", "unbind", "expand", "narrow", "select", "movedim", "swapaxes", "view_as", "reshape_as",
-    "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "getitem",
-))  # fmt: skip
-"""Names of what returns views of a tensor, if it can."""
 TURNED = frozenset((
     "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
     "transpose_", "unsqueeze_",
@@ -189,17 +179,13 @@ def _serve_users(node: Node, value: Any, storage: int) -> bool:
         target: Any = user.target
         function: Any = getattr(value, name) if is_method else partial(target, value)
         made = function(*others, **words)
-        if _is_copy(made, value) and not are_same(layout_of(made), layout_of(result)):
+        are_tensors = isinstance(made, torch.Tensor) and isinstance(value, torch.Tensor)
+        is_copy = are_tensors and storage_of(made) != storage_of(value)
+        if is_copy and not are_same(layout_of(made), layout_of(result)):
             return False  # so would be what is computed from it
         if not _serve_users(user, made, storage):
             return False
     return True
-
-
-def _is_copy(made: Any, value: Any) -> bool:
-    """Whether a function made a tensor that is no view of its input."""
-    are_tensors = isinstance(made, torch.Tensor) and isinstance(value, torch.Tensor)
-    return are_tensors and storage_of(made) != storage_of(value)
 
 
 def are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
@@ -219,10 +205,9 @@ def layout_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_matrix(tensor: torch.Tensor) -> bool:
-    """Whether a weight is strided, with contiguous rows and constant extents."""
+    """Whether a weight has contiguous rows and constant extents."""
     return (
         tensor.ndim == 2
-        and tensor.layout is torch.strided
         and all(type(extent) is int and extent > 0 for extent in (*tensor.shape, *tensor.stride()))
         and tensor.stride(1) == 1
     )
@@ -285,11 +270,8 @@ def writes(node: Node) -> Iterator[Any]:
             yield node.args[0]
     elif node.op != "call_function":
         yield None
-    elif isinstance(node.target, torch._ops.OpOverload):
-        if node.target._schema.is_mutable:
-            yield None
-    elif isinstance(node.target, torch._ops.OpOverloadPacket):
-        if any(getattr(node.target, name)._schema.is_mutable for name in node.target._overload_names):
+    elif overloads := _overloads(node.target):
+        if any(each._schema.is_mutable for each in overloads):
             yield None
     elif node.target is operator.setitem or node.target in _IN_PLACE:
         yield node.args[0]
@@ -302,6 +284,11 @@ def writes(node: Node) -> Iterator[Any]:
         yield node.kwargs["out"]
     if _is_in_place(node):
         yield node.args[0] if node.args else None
+
+
+def may_write(node: Node) -> bool:
+    """Whether a node may write to anything, or change torch's state."""
+    return any(True for _ in writes(node))
 
 
 #: In the names of functions that may write to weights or statistics they are given.
@@ -317,12 +304,18 @@ _IN_PLACE = frozenset(
 )  # fmt: skip
 
 
+def _overloads(target: Any) -> list[Any]:
+    """The overloads that a call of an operator may be of; empty for other functions."""
+    if isinstance(target, torch._ops.OpOverloadPacket):  # as Dynamo has properties since torch 2.14
+        return [getattr(target, name) for name in target._overload_names]
+    return [target] if isinstance(target, torch._ops.OpOverload) else []
+
+
 @cache
 def only_computes(target: Callable[..., Any]) -> bool:
     """Whether a function computes from its operands alone: torch's functions do, and Python's operators;
     functions that change torch's state may not, and neither may any other function."""
-    if isinstance(target, torch._ops.OpOverloadPacket):  # as Dynamo has properties since torch 2.14
-        overloads = [getattr(target, name) for name in target._overload_names]
+    if overloads := _overloads(target):
         return all(each.namespace == "aten" and not each._schema.is_mutable for each in overloads)
     module = str(getattr(target, "__module__", None) or "")
     name = str(getattr(target, "__name__", ""))

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
 from tunegemm.dispatch.guards import capturing
-from tunegemm.layers.graph import are_same, name_of, only_computes, storage_of, value, writes
+from tunegemm.layers.graph import are_same, may_write, name_of, only_computes, storage_of, value
 
 _attention: Any = functional.scaled_dot_product_attention
 sdpa: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
@@ -137,7 +137,7 @@ def _is_written(graph: Graph, nodes: Iterable[Node]) -> bool:
     return any(
         (result := value(read)) is not None and storage_of(result) in places
         for node in graph.nodes
-        if any(True for _ in writes(node))
+        if may_write(node)
         for read in node.all_input_nodes
     )
 

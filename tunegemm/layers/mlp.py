@@ -250,13 +250,12 @@ class Forward:
             return None
         if places.act and not _is_bare(act):
             return None
-        first, second = (layer._parameters.get("weight") for layer in (gate, up))
+        first: Any = gate._parameters.get("weight")
+        second: Any = up._parameters.get("weight")
         activation = places.activation(self._module)
         if (
             not activation
             or type(x) not in PLAIN
-            or first is None
-            or second is None
             or type(first) not in PLAIN
             or type(second) not in PLAIN
             or gate._parameters.get("bias", gate) is not None  # another place may provide it
@@ -276,8 +275,7 @@ class Forward:
         site = sites.gated(
             activation, sites.TWO_WEIGHTS, False, (*first.shape, first.stride(0), x.dtype, x.device)
         )
-        result: torch.Tensor | None = site.kernel(x, first, second)
-        return result
+        return site.kernel(x, first, second)
 
 
 def _is_bare(module: Any) -> bool:
@@ -290,10 +288,7 @@ def _is_bare(module: Any) -> bool:
             or module._forward_pre_hooks
             or module._backward_hooks
             or module._backward_pre_hooks
-            or torch_module._global_forward_hooks
-            or torch_module._global_forward_pre_hooks
-            or torch_module._global_backward_hooks
-            or torch_module._global_backward_pre_hooks
+            or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
         )
     )
 

@@ -18,7 +18,6 @@ from torch.fx import Node
 from tunegemm.generate.joined import MOST_WEIGHTS
 from tunegemm.layers import sites
 from tunegemm.layers.graph import (
-    VIEWS,
     Layer,
     activation_of,
     are_same,
@@ -26,7 +25,7 @@ from tunegemm.layers.graph import (
     is_matrix,
     layout_of,
     linear_of,
-    name_of,
+    may_write,
     passed_on,
     product_of,
     storage_of,
@@ -60,10 +59,9 @@ class Match:
         return self.site(*self.words, facts)
 
     @property
-    def weights(self) -> tuple[Node, ...]:
-        """The operands that are weight matrices."""
-        count = {"gate": 2, "several": len(self.results), "product": 0}.get(self.kind, 1)
-        return self.operands[1 : 1 + count]
+    def weights(self) -> int:
+        """How many operands, from the second on, are weight matrices."""
+        return {"gate": 2, "several": len(self.results), "product": 0}.get(self.kind, 1)
 
 
 #: Recognises a node, such as the last one of a match.
@@ -77,9 +75,9 @@ def gate(node: Node) -> Match | None:
         if result is None or up is None or (first := linear_of(result[1])) is None:
             continue
         (x, weight, bias), (same, upper, upper_bias) = first, up
-        if same is not x or (bias is None) != (upper_bias is None) or not _lie_alike(weight, upper):
+        if same is not x or (bias is None) != (upper_bias is None):
             continue
-        if value(weight).shape != value(upper).shape:
+        if not _lie_alike(weight, upper) or value(weight).shape != value(upper).shape:
             continue
         biases = () if bias is None or upper_bias is None else (bias, upper_bias)
         return Match(
@@ -212,21 +210,22 @@ def part_of(node: Any) -> _Part | None:
     if (part := value(node)) is None:
         return None
     nodes: tuple[Node, ...] = ()
-    while name_of(node) in VIEWS and node.args and isinstance(node.args[0], Node):
+    while node.args and isinstance(node.args[0], Node) and not may_write(node):
         nodes, node = (node, *nodes), node.args[0]
         whole = value(node)  # None for the parts that `chunk` returns
+        if whole is not None and storage_of(whole) != storage_of(part):
+            return None
         if whole is not None and (name := _columns_of(part, whole)) is not None:
             return _Part(node, name, nodes)
     return None
 
 
 def _columns_of(part: torch.Tensor, whole: torch.Tensor) -> str | None:
-    """Which columns of a tensor a view of it has."""
+    """Which columns of a tensor a tensor in the same memory has."""
     columns = whole.shape[-1] if whole.ndim else 1
     if (
         type(columns) is not int
         or columns % 2
-        or storage_of(part) != storage_of(whole)
         or part.dtype != whole.dtype
         or not are_same(part.shape, (*whole.shape[:-1], columns // 2))
         or not are_same(part.stride()[:-1], whole.stride()[:-1])
