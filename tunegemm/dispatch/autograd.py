@@ -14,8 +14,8 @@ import torch
 
 from tunegemm.dispatch.guards import is_transformed
 
-#: Element types that have kernels and gradients.
-DTYPES = frozenset((torch.bfloat16, torch.float16))
+#: Element types that have kernels and gradients, with their names in problems.
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 #: Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.forms import MATMUL, form_of
+from tunegemm.dispatch.forms import PLAIN
 from tunegemm.dispatch.guards import deterministic
 from tunegemm.engines.common import plain
 from tunegemm.groups.routing import SILU, routing
@@ -28,7 +28,6 @@ from tunegemm.layers.graph import Layer, transposed_of, value
 from tunegemm.layers.patterns import Match, half_gate
 from tunegemm.torch.lowering import lower_to_function
 
-_PLAIN = form_of(MATMUL, "")
 _MM = torch.ops.tunegemm.mm
 
 #: The ranges in which one kernel computes gate, up and silu's gate (`tunegemm.generate.joined`). Each entry
@@ -62,7 +61,7 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
     if result is None:
         both = x.new_empty((rows, weight.size(0)))
         place = (site, rows) if site else ""
-        api.dispatcher.compiled(place, _PLAIN, x, weight.t(), (), (), both)
+        api.dispatcher.compiled(place, PLAIN, x, weight.t(), (), (), both)
         result = _gate_of(both)
     return result
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tunegemm.dispatch import extension
+from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import routing as kernels
@@ -23,8 +24,6 @@ from tunegemm.generate.takes import UNIT_BYTES, NotTaken, Place, first_objection
 #: tensors: `tunegemm.generate.routing.load`.
 Bind = Callable[..., "Launch"]
 Launch = Callable[..., None]
-
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Routed(NamedTuple):
@@ -191,7 +190,7 @@ def plan_route(x: Any, index: Any, count: int) -> Sequence[Planned]:
     (tokens, chosen), total = index.shape, index.numel()
     size, hidden = x.element_size(), x.shape[1]
     if not (
-        x.dtype in _DTYPES
+        x.dtype in DTYPES
         and index.device == x.device
         and 0 < total <= (kernels.MOST_SPREAD if count + 2 <= kernels.BINS else kernels.MOST_CHOICES)
         and count
@@ -215,8 +214,8 @@ def plan_route(x: Any, index: Any, count: int) -> Sequence[Planned]:
 
 
 def plan_combine(rows: Any, place: Any, ends: Any, weights: Any) -> Sequence[Planned]:
-    dtype = _DTYPES.get(rows.dtype)
-    of_weights = "fp32" if weights.dtype is torch.float32 else _DTYPES.get(weights.dtype)
+    dtype = DTYPES.get(rows.dtype)
+    of_weights = "fp32" if weights.dtype is torch.float32 else DTYPES.get(weights.dtype)
     if not (
         dtype is not None
         and of_weights in ("fp32", dtype)
@@ -241,7 +240,7 @@ def plan_combine(rows: Any, place: Any, ends: Any, weights: Any) -> Sequence[Pla
 
 
 def plan_gate(both: Any, gate: Gate) -> Sequence[Planned]:
-    dtype, (rows, columns) = _DTYPES.get(both.dtype), both.shape
+    dtype, (rows, columns) = DTYPES.get(both.dtype), both.shape
     inner = columns // 2
     if (
         dtype is None
@@ -260,8 +259,8 @@ def plan_gate(both: Any, gate: Gate) -> Sequence[Planned]:
 
 def plan_layer(*operands: Any) -> Sequence[Planned]:
     x, gate_up, down, index, weights, *_, biases, gate = operands
-    dtype, (tokens, chosen), count = _DTYPES.get(x.dtype), index.shape, gate_up.shape[0]
-    of_weights = "fp32" if weights.dtype is torch.float32 else _DTYPES.get(weights.dtype)
+    dtype, (tokens, chosen), count = DTYPES.get(x.dtype), index.shape, gate_up.shape[0]
+    of_weights = "fp32" if weights.dtype is torch.float32 else DTYPES.get(weights.dtype)
     hidden, inner = down.shape[1:]
     if not (
         dtype is not None

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import api, extension, guards
+from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of, shaped
 from tunegemm.dispatch.guards import REDUCTIONS, capturing, current_device, dispatch_modes
@@ -40,8 +41,6 @@ _BITS = ALIGNMENT - 1
 #: Products of several weights are one launch up to so many rows, and elements of all results. For q, k and v
 #: of eleven models this is 1.08 to 1.85 of torch's three products by rows (results/h200/joined.json).
 MOST_ROWS, MOST_RESULTS = 2048, 1 << 25
-#: Dtypes with kernels for several weights.
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 #: Weights whose launches one site keeps: some kB each.
 _MOST_BOUND = 1024
 
@@ -250,9 +249,9 @@ def chosen(
         return None
     if not gate and (rows > MOST_ROWS or rows * sum(ns) > MOST_RESULTS):
         return None
-    if dtype not in _DTYPES or k % 8 or any(n % 8 for n in ns):
+    if dtype not in DTYPES or k % 8 or any(n % 8 for n in ns):
         return None
-    return choose(rows, ns, k, gate=gate, dtype=_DTYPES[dtype], bias=bias, gpu=gpu)
+    return choose(rows, ns, k, gate=gate, dtype=DTYPES[dtype], bias=bias, gpu=gpu)
 
 
 def load(choice: JoinedChoice, device: torch.device) -> tuple[Callable[..., Any] | None, bool]:

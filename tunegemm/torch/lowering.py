@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import api
-from tunegemm.dispatch.forms import MATMUL, form_of
+from tunegemm.dispatch.forms import MATMUL, PLAIN, form_of
 
-_PLAIN = form_of(MATMUL, "")
 #: What the sites begin with whose number of rows may change.
 _ANY_ROWS = "any rows; "
 
@@ -55,7 +54,7 @@ def _product(
     a: torch.Tensor, b: torch.Tensor, *, site: str, any_rows: bool = False, out: torch.Tensor
 ) -> torch.Tensor:
     place = (site, a.size(0)) if any_rows else site
-    return api.dispatcher.compiled(place, _PLAIN, a, b, (), (), out)
+    return api.dispatcher.compiled(place, PLAIN, a, b, (), (), out)
 
 
 def _fused(
