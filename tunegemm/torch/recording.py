@@ -256,11 +256,15 @@ class _Interception:
                 return compute()
             if name in recorded_groups.OPERATORS:
                 return self._observe_groups(GroupedCall.of(name, arguments, keywords), compute)
-            call, refusal = call_of(name, arguments, keywords)
-            asked = _Asked(name.strip("_").removesuffix("_v2"), call.form, refusal)
+            (form, a, b, tensors, _, out), refusal = call_of(name, arguments, keywords)
+            asked = _Asked(name.strip("_").removesuffix("_v2"), form, refusal)
             if name == "_addmm_activation":
                 asked = asked._replace(activation="gelu" if keywords.get("use_gelu") else "relu")
-            return self._count_named(asked, call.a, call.b, call.tensors, call.out, compute)
+
+            def describe() -> Callable[[Any], Kind]:
+                return partial(kind_of, asked, named(form, a, b, tensors, out), a, b)
+
+            return self._count(asked, a, b, tensors, out, compute, describe)
 
         return kernel
 
@@ -272,9 +276,11 @@ class _Interception:
         If our kernels cannot compute it, it counts as those functions.
         """
         right = b.t() if form.call == LINEAR and b.ndim == 2 else b
-        if self._is_apart() or _refusal(named(form, a, right, tensors, out)):
+        if self._is_apart() or _refusal(call := named(form, a, right, tensors, out)):
             return compute()
-        return self._count_named(_Asked(form.name(a), form), a, right, tensors, out, compute)
+        asked = _Asked(form.name(a), form)
+        kind = partial(kind_of, asked, call, a, right)
+        return self._count(asked, a, right, tensors, out, compute, lambda: kind)
 
     def _observe_groups(self, call: GroupedCall, compute: Callable[[], Any]) -> Any:
         """A product of groups, with its gate."""
@@ -286,14 +292,6 @@ class _Interception:
         """Whether the current computation is not a call of the program: Inductor runs candidates while it
         compiles, and some kernels call others."""
         return CompileContext.try_get() is not None or getattr(self._inside, "on", False)
-
-    def _count_named(
-        self, asked: _Asked, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any]
-    ) -> Any:
-        def describe() -> Callable[[Any], Kind]:
-            return partial(kind_of, asked, named(asked.form, a, b, tensors, out), a, b)
-
-        return self._count(asked, a, b, tensors, out, compute, describe)
 
     def _count(
         self, asked: Hashable, a: Any, b: Any, tensors: Sequence[Any], out: Any, compute: Callable[[], Any],
