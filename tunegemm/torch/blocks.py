@@ -45,15 +45,11 @@ def scale_k_of(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b:
         return 0
     (rows, k), n, (lines, across) = a.shape, b.shape[1], scale_b.shape
     # Comparisons not by `in`, by which Dynamo (torch 2.13) does not find a constant among symbolic extents.
-    along = blocks_of(k)
-    if (
-        scale_a.shape == (rows, along)
-        and across == blocks_of(n)
-        and (lines == along or lines == padded(along))
-    ):
+    wide = blocks_of(k)
+    if scale_a.shape == (rows, wide) and across == blocks_of(n) and (lines == wide or lines == padded(wide)):
         return BLOCK
-    along = blocks_of(k, NARROW)
-    fits = scale_a.shape == (rows, along) and lines == along
+    narrow = blocks_of(k, NARROW)
+    fits = scale_a.shape == (rows, narrow) and lines == narrow
     return NARROW if fits and (across == n or across == blocks_of(n, NARROW)) else 0
 
 
