@@ -174,6 +174,7 @@ class ByAttribute(nn.Module):
         (Silu(), True), (Doubled(), False), (Clipped(), False), (ByAttribute(F.gelu), True),
         (ByAttribute(functools.partial(F.gelu, approximate="tanh")), True), (ByAttribute(nn.SiLU()), False),
         (ByAttribute(functools.partial(F.silu, inplace=True)), False), (ByAttribute(torch.tanh), False),
+        (ByAttribute(torch.relu), True), (ByAttribute(functools.partial(F.gelu, approximate="none")), True),
     ],
 )  # fmt: skip
 def test_activations_that_call_torchs_function(kernels: Kernels, act: nn.Module, is_known: bool) -> None:

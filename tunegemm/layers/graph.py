@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -106,15 +106,19 @@ def transposed_of(node: Any) -> Node | None:
 
 def activation_of(node: Any) -> tuple[str, Node] | None:
     """The name and the input of silu, gelu, gelu_tanh or relu; None for anything else, or in place."""
-    if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method") or len(node.args) != 1:
         return None
-    words = dict(node.kwargs)
-    if words.pop("inplace", False) or len(node.args) > 1 or node.op not in ("call_function", "call_method"):
-        return None
-    name = _ACTIVATIONS.get(node.target)
+    name, source = name_of_activation(node.target, node.kwargs), node.args[0]
+    return (name, source) if name and isinstance(source, Node) else None
+
+
+def name_of_activation(function: Any, keywords: Mapping[str, Any]) -> str:
+    """The activation that a function, or a method by its name, computes with these keywords; empty for
+    anything else, or in place."""
+    words, name = dict(keywords), _ACTIVATIONS.get(function, "")
     if name == "gelu":
-        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(words.pop("approximate", "none")))
-    return (name, node.args[0]) if name and not words else None
+        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(words.pop("approximate", "none")), "")
+    return "" if words.pop("inplace", False) or words else name
 
 
 def passed_on(node: Node) -> Node | None:

@@ -14,7 +14,7 @@ import inspect
 import re
 import textwrap
 from functools import cache, partial
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,21 +23,11 @@ from torch.nn.modules import module as torch_module
 
 from tunegemm.dispatch import guards
 from tunegemm.dispatch.autograd import PLAIN
-from tunegemm.dispatch.forms import ACTIVATIONS
 from tunegemm.layers import sites
+from tunegemm.layers.graph import name_of_activation
 from tunegemm.torch.linear import TunedLinear
 
 _is_compiling = torch.compiler.is_compiling
-
-
-def _parts_of(function: Any) -> tuple[Any, dict[str, Any]]:
-    """The function that is called and the keywords that it gets."""
-    if isinstance(function, partial) and not function.args:
-        return function.func, function.keywords
-    return function, {}
-
-
-_KNOWN = tuple((name, *_parts_of(function)) for name, function in ACTIVATIONS.items())
 
 
 class Places(NamedTuple):
@@ -163,8 +153,11 @@ def _called_by(forward: Any, call: Any) -> tuple[str, str]:
 
 def _name_of(function: Any) -> str:
     """The name of one of torch's activation functions; empty for any other object."""
-    called, words = _parts_of(function)
-    return next((name for name, own, known in _KNOWN if called is own and words == known), "")
+    words = {}
+    if isinstance(function, partial) and not function.args:
+        function, words = function.func, function.keywords
+    is_function = isinstance(function, FunctionType | BuiltinFunctionType)  # which have a hash
+    return name_of_activation(function, words) if is_function else ""
 
 
 #: What a class may have to make copies with whatever it takes from the module.
