@@ -141,19 +141,17 @@ class Routing(extension.Family):
         """The launches for a key and a layout; `plan` chooses the kernels for the operands."""
         known = self.launches.find(key, *tensors)
         if known is None:
-            known = self.decide(key, tensors, lambda: self._choose(plan, tensors, *more))
-        return None if known is None else known.launch
 
-    def _choose(
-        self, plan: Callable[..., Sequence[Planned]], tensors: Any, *more: Any
-    ) -> tuple[list[str], Callable[[Sequence[Bind]], tuple[Launch, ...]]] | None:
-        """See `Family.decide`."""
-        planned = plan(*tensors, *more)
-        if not planned or self.has_failed:
-            return None
-        return [each.name for each in planned], lambda binds: tuple(
-            bind(each.ctas, **each.numbers) for bind, each in zip(binds, planned, strict=True)
-        )
+            def choose() -> Any:
+                planned = plan(*tensors, *more)
+                if not planned or self.has_failed:
+                    return None
+                return [each.name for each in planned], lambda binds: tuple(
+                    bind(each.ctas, **each.numbers) for bind, each in zip(binds, planned, strict=True)
+                )
+
+            known = self.decide(key, tensors, choose)
+        return None if known is None else known.launch
 
     def load(self, config: Sequence[str], device: torch.device) -> Sequence[Bind] | None:
         """The kernels with these names; None until all are compiled."""
