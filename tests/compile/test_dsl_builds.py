@@ -13,6 +13,7 @@ from tests.store.test_packs import CUTE, DEVICE, RECORDS
 from tests.support.processes import compile_workers, environment
 from tunegemm.compile import cute_object
 from tunegemm.compile.artifacts import ArtifactStore, Key
+from tunegemm.compile.pool import CompilePool
 from tunegemm.describe.device import package_version
 from tunegemm.dispatch.launchers import find_object
 from tunegemm.errors import ArtifactError
@@ -83,6 +84,13 @@ families.get("cute_sm90").compile({dict(key())!r}, __import__("pathlib").Path({s
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=own)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a.o").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_a_cache_whose_path_has_a_space(tmp_path: Path) -> None:
+    """The compiler's files lie in it, and the compiler is given their folder in a line of options."""
+    with CompilePool(ArtifactStore(tmp_path / "a folder"), workers=1) as pool:
+        assert not pool.submit("cute_sm90", key()).result().failure
 
 
 def test_objects_of_the_other_build_are_missing(host: Callable[[str | None], None]) -> None:

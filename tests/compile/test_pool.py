@@ -190,14 +190,31 @@ def test_what_may_be_wanted_is_dropped_and_what_will_be_is_not(store: ArtifactSt
         assert will.cancelled() and hanging.running()
 
 
-def test_closing_ends_workers_that_hang(store: ArtifactStore) -> None:
+def test_closing_ends_workers_that_hang_and_leaves_no_file(
+    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     started = time.monotonic()
     with CompilePool(store, workers=1, timeout_s=600, families_module=PLANTED) as pool:
         future = pool.submit("planted", key("slow", "hang"))
-        until(lambda: any(path.stat().st_size for path in store.root.glob("new-*.o")))  # it hangs
+        until(lambda: any(path.stat().st_size for path in store.root.glob("new-*/*.o")))  # it hangs
     assert time.monotonic() - started < 20
     assert future.result().artifact is None
     assert store.failure(key("slow", "hang")) is None, "Ctrl-C says nothing of the kernel"
+    assert not [*store.root.iterdir(), *temporary.iterdir()]
+
+
+def test_what_killed_processes_left_is_deleted_when_it_is_old(store: ArtifactStore) -> None:
+    of_another = store.scratch().parent
+    folder, file = store.root / "new-folder", store.root / "new-file.o"
+    (folder / "dumps").mkdir(parents=True)
+    for path in (folder / "dumps" / "log", file, of_another / "log"):
+        path.write_text("")
+    for path in (folder, file):
+        os.utime(path, times=(time.time() - 25 * 3600,) * 2)
+    ours = store.scratch().parent
+    assert {*store.root.iterdir()} == {of_another, ours}
 
 
 def test_a_closed_pool_takes_no_job(store: ArtifactStore) -> None:
@@ -219,7 +236,7 @@ planted = "tests.support.planted.compile_families"
 pool = CompilePool(store, workers=1, families_module=planted, low_priority=True)
 for name in "abc":
     pool.submit("planted", {"name": name, "what": "hang"})
-until(lambda: any(path.stat().st_size for path in store.root.glob("new-*.o")))  # the first one hangs
+until(lambda: any(path.stat().st_size for path in store.root.glob("new-*/*.o")))  # the first one hangs
 print(*(worker.pid for worker in pool.processes()), flush=True)
 if sys.argv[2] == "waits":
     time.sleep(600)  # until the test kills it

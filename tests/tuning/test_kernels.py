@@ -64,7 +64,8 @@ def test_of_compiled_kernels_those_that_are_there(kernels: Kernels, tmp_path: Pa
     for number, compiled in enumerate((chosen[:3], plain[:3], plain[:2] + chosen[2:4])):
         store = ArtifactStore(tmp_path / str(number))
         for problem, launch in [*((large, launch) for launch in compiled), (unlike, chosen[5])]:
-            store.add(family.kernel_key(problem, launch, DEVICE), store.scratch(), Resources(1, 0, 1))
+            (scratch := store.scratch()).touch()
+            store.add(family.kernel_key(problem, launch, DEVICE), scratch, Resources(1, 0, 1))
         next(store.root.glob("*/*.json")).with_name("cut.json").write_text("{")
         (store.root / "00").mkdir(mode=0o700, exist_ok=True)
         (store.root / "00" / "of nothing.o").touch()

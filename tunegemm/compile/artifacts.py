@@ -11,8 +11,10 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -24,6 +26,9 @@ from tunegemm.files import cause, foreign
 from tunegemm.resources import user_path
 
 Key = Mapping[str, str | int | bool]
+
+#: What was begun so long ago was left by a killed process: a compile takes at most minutes.
+_ABANDONED_S = 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -92,21 +97,28 @@ class ArtifactStore:
         return None if entry is None else entry.get("failure")
 
     def scratch(self) -> Path:
-        """A fresh path in the store's file system for an object that is being compiled."""
+        """A fresh path in the store's file system for an object that is being compiled, in a new folder that
+        also has the compiler's files. Deletes what killed processes left.
+        """
         with self._writing():
             self._make_root()
-            handle, name = tempfile.mkstemp(suffix=".o", prefix="new-", dir=self.root)
-            os.close(handle)
-        return Path(name)
+            for left in self.root.glob("new-*"):
+                with suppress(OSError):  # another process deletes it
+                    if left.stat().st_mtime < time.time() - _ABANDONED_S:
+                        (shutil.rmtree if left.is_dir() else os.unlink)(left)
+            return Path(tempfile.mkdtemp(prefix="new-", dir=self.root.absolute()), "object.o")
 
     def add(self, key: Key, scratch: Path, resources: Resources) -> Artifact:
-        """Move a compiled object from `scratch` into the store. Concurrent adds of one key agree."""
+        """Move a compiled object from `scratch` into the store, and delete its folder. Concurrent adds of one
+        key agree.
+        """
         path = self._path(key, ".o")
         with self._writing():
             scratch.chmod(0o600)
             content = scratch.read_bytes()
             path.parent.mkdir(mode=0o700, exist_ok=True)  # in the root that `scratch` has made
             scratch.replace(path)
+            shutil.rmtree(scratch.parent, ignore_errors=True)
             self._write_entry(
                 key, {"object_sha256": hashlib.sha256(content).hexdigest(), "resources": asdict(resources)}
             )
@@ -178,7 +190,7 @@ class ArtifactStore:
 
     def _write_entry(self, key: Key, entry: dict) -> None:  # type: ignore[type-arg]
         path = self._path(key, ".json")
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
+        handle, name = tempfile.mkstemp(dir=self.root, prefix="new-")
         try:
             with os.fdopen(handle, "w") as file:
                 json.dump({"key": dict(key)} | entry, file, sort_keys=True)

@@ -15,6 +15,7 @@ import functools
 import importlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -83,7 +84,7 @@ def compiler(
             log = Path(dumps, "ptxas.log")
             with output_to(log), _without_locations():
                 # A dump folder of its own: parallel compiles overwrite each other's files in a shared one.
-                options = f"--gpu-arch={key['target']} --dump-dir={dumps} --remarks{{ptx}}"
+                options = f"--gpu-arch={key['target']} --dump-dir={shlex.quote(dumps)} --remarks{{ptx}}"
                 compiled = cute.compile(
                     kernel,
                     *[Int64(0)] * 3,

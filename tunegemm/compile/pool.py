@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,7 +258,7 @@ class CompilePool:
         try:
             return self._compile_into(scratch, family, key)
         finally:
-            scratch.unlink(missing_ok=True)  # a good object is in the store by now
+            shutil.rmtree(scratch.parent, ignore_errors=True)  # also the files of a worker that was killed
 
     def _compile_into(self, scratch: Path, family: str, key: Key) -> CompileResult:
         try:

@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +40,7 @@ def serve(connection: Connection, families_module: str) -> None:
     with suppress(EOFError):
         while True:
             family, key, out = connection.recv()
+            tempfile.tempdir = str(out.parent)  # the pool deletes it, even if this process is killed
             try:
                 reply: Resources | Failure = families.compiler(family).compile(key, out)
             except Exception as error:  # the compiler may raise anything; it becomes this candidate's failure

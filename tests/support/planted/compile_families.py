@@ -1,6 +1,7 @@
 """Kernel families whose compile misbehaves; a compile worker imports this module by name."""
 
 import os
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ class _Planted:
         if what == "leave":
             os._exit(0)
         if what == "hang":
+            tempfile.mkdtemp()
             out.write_bytes(b"begun")  # so that a test may wait for it
             time.sleep(3600)  # hangs: who compiles is to be killed
         if what == "memory":
