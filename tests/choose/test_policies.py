@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 
 from tests.choose.test_neighbours import kernel
+from tests.support.processes import environment
 from tests.support.recorded import fill, recorded_device
-from tunegemm.choose.policies import Policy, parse_policy, read_switch
+from tunegemm.choose.policies import Policy, parse_policy, read_sample, read_switch
 from tunegemm.choose.selection import read_rivals, select
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.problem import Problem
@@ -166,3 +169,18 @@ def test_switches_are_0_or_1_or_as_usual(monkeypatch, text: str, served: bool, c
     for name, expected in (("TUNEGEMM_VLLM", served), ("TUNEGEMM_CHECK_GROUPS", checked)):
         monkeypatch.setenv(name, text)
         assert read_switch(name, pytest.fail) == expected
+
+
+@pytest.mark.parametrize(("text", "sample"), [("", 1), ("1", 1), ("30", 30), ("x", 1), ("0", 1), ("-2", 1)])
+def test_how_many_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch, text: str, sample: int) -> None:
+    monkeypatch.setenv("TUNEGEMM_TEST_SAMPLE", text)
+    told: list[str] = []
+    assert read_sample(told.append) == sample
+    assert bool(told) == (text in ("x", "0", "-2"))
+
+
+def test_a_sample_that_is_no_number_stops_no_test() -> None:
+    command = [sys.executable, "-c", "import tunegemm.testing"]
+    own = environment() | {"TUNEGEMM_TEST_SAMPLE": "x"}
+    done = subprocess.run(command, env=own, capture_output=True, text=True)
+    assert done.returncode == 0 and "TUNEGEMM_TEST_SAMPLE='x' is not a number from 1" in done.stderr

@@ -84,6 +84,7 @@ def test_a_cache_that_others_may_write(
 
 def test_every_setting_is_judged(monkeypatch: pytest.MonkeyPatch, check: Callable[[str], Any]) -> None:
     monkeypatch.setenv("TUNEGEMM_ONLINE_BUDGET", "abc")
+    monkeypatch.setenv("TUNEGEMM_TEST_SAMPLE", "x")
     monkeypatch.setenv("TUNEGEMM_CACHEDIR", "/tmp")
     monkeypatch.setenv("TUNEGEMM_RECORD", "/proc/none/shapes.json")
     monkeypatch.setenv("TUNEGEMM_WORKERS", "8")
@@ -91,6 +92,7 @@ def test_every_setting_is_judged(monkeypatch: pytest.MonkeyPatch, check: Callabl
     assert found.status == "note"
     for said in (
         "TUNEGEMM_ONLINE_BUDGET='abc'",
+        "TUNEGEMM_TEST_SAMPLE='x' is not a number from 1",
         "did you mean TUNEGEMM_CACHE_DIR?",
         "TUNEGEMM_WORKERS is not known; known variables are TUNEGEMM_CACHE_DIR, TUNEGEMM_CHECK_GROUPS",
         "TUNEGEMM_RECORD is not",

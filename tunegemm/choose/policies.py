@@ -201,6 +201,14 @@ def read_switch(name: str, warn: Callable[[str], None]) -> bool:
     return text == "1" if text in ("0", "1") else SWITCHES[name]
 
 
+def read_sample(warn: Callable[[str], None]) -> int:
+    """``TUNEGEMM_TEST_SAMPLE``; for anything else than a number from 1, warn and return 1."""
+    text = os.environ.get("TUNEGEMM_TEST_SAMPLE") or "1"
+    if not (sample := digits(text)):
+        warn(f"TUNEGEMM_TEST_SAMPLE={shown(text)} is not a number from 1 and has no effect; correct it")
+    return sample or 1
+
+
 def read_policy(warn: Callable[[str], None]) -> Policy:
     """``TUNEGEMM_POLICY``, such as ``deterministic`` or ``fastest,max_sms=120``; warn about a mistake."""
     try:

@@ -294,6 +294,7 @@ def _environment() -> Check:
     mode, policy = policies.read_mode(warnings.append), policies.read_policy(warnings.append)
     for name in policies.SWITCHES:
         policies.read_switch(name, warnings.append)
+    policies.read_sample(warnings.append)
     if problem := online_budget()[1]:
         warnings.append(problem)
     for name in sorted(os.environ):

@@ -11,8 +11,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import os
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from tunegemm.choose.policies import read_sample
 from tunegemm.compile.artifacts import ArtifactStore
 from tunegemm.compile.pool import CompilePool, CompileResult
 from tunegemm.describe.device import Device, find_device
@@ -33,7 +34,7 @@ from tunegemm.generate.feasibility import Remembered, Rule, parameters_read, ref
 from tunegemm.generate.sources import hash_of_code
 from tunegemm.model.feasible import CandidateTable
 
-SAMPLE = int(os.environ.get("TUNEGEMM_TEST_SAMPLE", "1"))
+SAMPLE = read_sample(warnings.warn)
 SHAPES = ("4096x4096x4096", "8x16x24", "128x128x128x7")
 
 #: Problems that differ in one field after the other from the first.
