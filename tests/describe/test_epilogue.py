@@ -64,6 +64,14 @@ class TestText:
         with pytest.raises(ProblemError, match=said):
             Problem(32, 64, 128, epilogue=text)
 
+    def test_steps_that_are_no_steps_are_refused_before_they_are_used(self) -> None:
+        for steps in ("relu", ["relu"], None):
+            with pytest.raises(ProblemError, match=r"are no tuple; Epilogue\.parse reads a text"):
+                Epilogue(steps)  # type: ignore[arg-type]
+        with pytest.raises(ProblemError, match="step 'gelo' in 'gelo' is not known"):
+            Epilogue(("gelo",))
+        assert Epilogue(("bias_n", "relu")) == Epilogue.parse("bias_n+relu")
+
     def test_gates_halve_the_output(self) -> None:
         problem = Problem(32, 64, 128, epilogue="swiglu")
         assert (problem.out_n, problem.flops) == (32, replace(problem, epilogue="").flops)

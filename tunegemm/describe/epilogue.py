@@ -87,12 +87,29 @@ class Epilogue:
     steps: tuple[str, ...] = ()
     function: Custom | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ProblemError for a step that is unknown, repeated or out of order."""
+        if not isinstance(self.steps, tuple):
+            raise ProblemError(f"epilogue steps {self.steps!r:.40} are no tuple; Epilogue.parse reads a text")
+        places = []
+        for step in self.steps:
+            place = next((i for i, group in enumerate(_ORDER) if step in group), None)
+            if place is None:
+                known = ", ".join(name for group in _ORDER for name in group)
+                raise ProblemError(
+                    f"epilogue step {step!r} in {str(self)!r} is not known; use some of {known}"
+                )
+            places.append(place)
+        if places != sorted(set(places)):
+            order = ", ".join("|".join(group) for group in _ORDER)
+            raise ProblemError(f"epilogue {str(self)!r}: use the order {order}, with one step of each group")
+
     @staticmethod
     def parse(text: str) -> Epilogue:
         """Read an epilogue from its text; the empty text stores the product as it is.
 
-        Raises ProblemError for a step that is unknown, repeated or out of order, and for a user's function
-        that this process has not defined.
+        Raises ProblemError for steps as the class does, and for a user's function that this process has not
+        defined.
         """
         if not isinstance(text, str):
             raise ProblemError(f"epilogue {text!r:.40} is not a text; give its steps, such as bias_n+relu")
@@ -271,18 +288,7 @@ def define(source: str) -> Custom:
 def _parse(text: str) -> Epilogue:
     if match := _CUSTOM.fullmatch(text):
         return Epilogue(function=Custom(*match.groups()))
-    steps = tuple(text.split("+")) if text else ()
-    places = []
-    for step in steps:
-        place = next((i for i, group in enumerate(_ORDER) if step in group), None)
-        if place is None:
-            known = ", ".join(name for group in _ORDER for name in group)
-            raise ProblemError(f"epilogue step {step!r} in {text!r} is not known; use some of {known}")
-        places.append(place)
-    if places != sorted(set(places)):
-        order = ", ".join("|".join(group) for group in _ORDER)
-        raise ProblemError(f"epilogue {text!r}: use the order {order}, with one step of each group")
-    return Epilogue(steps)
+    return Epilogue(tuple(text.split("+")) if text else ())
 
 
 _OPERANDS: dict[str, tuple[Operand, ...]] = {
