@@ -112,7 +112,7 @@ class TestConstruction:
             ({"m": -5}, "m=-5"),
             ({"m": "a"}, "m='a' in 'a'x8x8: every extent"),
             ({"k": 1.5}, "k=1.5 in"),
-            ({"n": None}, "n=None in"),
+            ({"n": None}, "n=None in 8xNonex8: every extent"),
             ({"out_dtype": "int32"}, "output dtype 'int32' for bf16 inputs; use one of bf16, fp16, fp32"),
             ({"a_major": "n"}, "majors 'n', 'k'"),
             ({"b_major": "m"}, "majors 'k', 'm'"),

@@ -181,14 +181,15 @@ class Problem:
             except TypeError:
                 whole = -1
             if not (name not in _REMEDIES) <= whole <= _MAX_EXTENT or (name, whole) == ("groups", 1):
-                value = f"{name}={shown(number) if isinstance(number, int) else repr(number)[:40]}"
-                if name in _REMEDIES:
-                    raise ProblemError(f"{value}: {_REMEDIES[name]}")
                 is_batched = type(self.batch) is not int or self.batch != 1
                 extents = (self.m, self.n, self.k, *(self.batch,) * is_batched)
-                where = "x".join(shown(extent) for extent in extents)
+                value, *where = (shown(x) if isinstance(x, int) else f"{x!r:.40}" for x in (number, *extents))
+                if name in _REMEDIES:
+                    raise ProblemError(f"{name}={value}: {_REMEDIES[name]}")
                 kind = "" if isinstance(number, int) else ", a whole number"
-                raise ProblemError(f"{value} in {where}: every extent must be from 1 to {_MAX_EXTENT}{kind}")
+                raise ProblemError(
+                    f"{name}={value} in {'x'.join(where)}: every extent must be from 1 to {_MAX_EXTENT}{kind}"
+                )
             object.__setattr__(self, name, whole)  # a NumPy integer becomes Python's
         if isinstance(self.epilogue, Epilogue):
             object.__setattr__(self, "epilogue", str(self.epilogue))
