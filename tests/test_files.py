@@ -52,6 +52,16 @@ def test_a_database_is_not_written_over(tmp_path: Path) -> None:
     assert target.read_bytes() == before
 
 
+def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("-"), Path("-").absolute()):
+        with pytest.raises(
+            TunegemmError, match=r"^-: not the name of a file; standard output is /dev/stdout$"
+        ):
+            files.write_text(path, "new")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_pipe_is_written_to_as_it_is(tmp_path: Path) -> None:
     pipe, got = tmp_path / "pipe", []
     os.mkfifo(pipe)

@@ -110,10 +110,12 @@ def make_folder(path: Path) -> None:
 def check_target(
     path: Path, error: type[TunegemmError] = FileError, reads: Iterable[str | Path] = ()
 ) -> None:
-    """Raises `error` for a folder, for a SQLite database, which may be the one that is read, and for one of
-    the files in `reads`; others of these need not exist.
+    """Raises `error` for ``-``, for a folder, for a SQLite database, which may be the one that is read, and
+    for one of the files in `reads`; others of these need not exist.
     """
     with _explained(path, error, "choose another --out"):
+        if path.name == "-":
+            raise error("-: not the name of a file; standard output is /dev/stdout")
         old = _status(path)
         if old is None or descriptor(path) is not None:
             return

@@ -153,11 +153,14 @@ def test_what_is_no_journal_is_refused(tmp_path: Path, make, says: str) -> None:
     assert "journal" not in says or path.read_bytes() == before, "Optuna appends"
 
 
-@pytest.mark.parametrize("location", ["nonsense://x", "sqlite://", "mysql+none://u:secret@h/d"])
+@pytest.mark.parametrize(
+    "location", ["nonsense://x", "sqlite://", "sqlite:///:memory:", "mysql+none://u:secret@h/d"]
+)
 def test_a_url_that_is_none_is_one_line_without_its_password(location: str) -> None:
     with pytest.raises(StudyError) as raised:
         Studies(location)
     assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+    assert location in str(raised.value) or "secret" in location
 
 
 @pytest.mark.parametrize("location", [3, b"study.log", "a\0b"])

@@ -66,7 +66,9 @@ def resolve(location: str | Path | None) -> Path | URL:
                 f"database {kind}://...: unknown kind of database; give postgresql://HOST/NAME or a path"
             )
         if not url.database or url.database == ":memory:":
-            raise DatabaseError(f"database {display(url)}: a database in memory is lost at exit; give a path")
+            raise DatabaseError(
+                f"database {display(location)}: a database in memory is lost at exit; give a path"
+            )
         location = url.database
     if str(location) == ":memory:" or str(location).startswith("file:"):
         raise DatabaseError(
@@ -218,6 +220,8 @@ def display(location: Path | URL | str) -> str:
         text = str(location)
         return text.partition("://")[0] + "://..." if "://" in text else text
     query = {name: "..." if name.lower() in _SECRETS else value for name, value in url.query.items()}
+    if isinstance(location, str) and query == url.query and url.password is None:
+        return location  # as the user wrote it: rendered, it has escapes
     return url.set(query=query).render_as_string(hide_password=True)
 
 
