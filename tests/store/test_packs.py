@@ -358,7 +358,7 @@ def test_a_bad_pack_in_the_environment_costs_only_itself(
 def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_records(RECORDS, home / "none")
     out, _ = run("pack", "--out", "t.pack", "--shape", TORCH.shape, "--gpu", "h200", "--no-compile")
-    assert "wrote t.pack: 1 records of NVIDIA H200, 0 kernels (0 compiled now)" in out
+    assert "wrote t.pack: 1 record of NVIDIA H200, 0 kernels (0 compiled now)" in out
     _, told = run("pack", "--out", "c.pack", "--no-compile", code=2)
     assert f"2 of 2 kernels are missing in {ArtifactStore().root}" in told and not Path("c.pack").exists()
     _, told = run("pack", "--out", "c.pack", "--families", "gluon_wgmma", code=2)

@@ -13,6 +13,7 @@ from tunegemm.cli.arguments import UsageError
 from tunegemm.cli.options import option
 from tunegemm.errors import PackError
 from tunegemm.files import check_target, descriptor, replacing
+from tunegemm.report.text import counted
 from tunegemm.untrusted import shown
 
 if TYPE_CHECKING:
@@ -67,10 +68,11 @@ def pack_command(
     with replacing(out, PackError) as part:  # fails before kernels compile for minutes
         packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():
-        printing.say(f"left out: {count} records, {reason}", err=True)
+        printing.say(f"left out: {counted(count, 'record')}, {reason}", err=True)
     printing.say(
-        f"wrote {out}: {packed.records} records of {', '.join(packed.gpus)}, {packed.objects} kernels "
-        f"({packed.compiled} compiled now), {out.stat().st_size / 1e6:.1f} MB",
+        f"wrote {out}: {counted(packed.records, 'record')} of {', '.join(packed.gpus)}, "
+        f"{counted(packed.objects, 'kernel')} ({packed.compiled} compiled now), "
+        f"{out.stat().st_size / 1e6:.1f} MB",
         f"sha256 {packed.sha256}",
         err=descriptor(out) == 1,  # stdout carries only the pack
     )
@@ -116,7 +118,7 @@ def described(pack: Pack) -> str:
     for name, why in cannot_launch(records).items():
         printing.say(f"tunegemm: {name}: {why}", err=True)
     gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
-    text = f"{len(records)} records of {gpus}, {pack.objects()} kernels"
+    text = f"{counted(len(records), 'record')} of {gpus}, {counted(pack.objects(), 'kernel')}"
     if refused := refused_here(records):
         text += f"; {len(records) - len(refused)} usable on this GPU, the others not ({refused[0].reason})"
     return text
