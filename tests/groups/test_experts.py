@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -202,6 +204,36 @@ def test_with_gradients_or_a_gate_of_ones_own_kernels_compute_the_products(loops
     tunegemm.experts(**given).sum().backward()
     # The last is the gradient of what went into down.
     assert len(loops.calls) == 5 and all(len(call) == 4 for call in loops.calls)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_parameters_of_an_activation_have_gradients(loops: Loops, elsewhere: bool) -> None:
+    """Rows of experts of other processes, whose gradients are memory as it was, add nothing to them."""
+    given, found = layer(dtype=torch.bfloat16), []
+    if elsewhere:
+        given["index"][::2] = -1
+    for call in (partial(tunegemm.experts, elsewhere=elsewhere), by_loops):
+        scale, shift = (torch.full((INNER,), value, requires_grad=True) for value in (2.0, 0.5))
+        act = lambda gate: functional.silu(gate) * scale + shift  # noqa: B023, E731
+        own = {"activation": lambda both: (act(both[:, :INNER]) * both[:, INNER:]).bfloat16()}  # noqa: B023
+        call(**given, **({"act": act} if call is by_loops else own)).float().square().sum().backward()
+        found.append((scale.grad, shift.grad))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-1)
+    assert loops.calls
+
+
+def test_an_activation_need_not_be_hashable() -> None:
+    @dataclass
+    class Scaled:
+        scale: float
+
+        def __call__(self, both: torch.Tensor) -> torch.Tensor:
+            return self.scale * both[:, :INNER]
+
+    given = layer()
+    one, two = (tunegemm.experts(**given, activation=Scaled(scale)) for scale in (1.0, 2.0))
+    torch.testing.assert_close(two, 2 * one)
 
 
 def test_fx_traces_a_call() -> None:

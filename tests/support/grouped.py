@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float
 
 
 class Loops:
-    """A kernel: rows of groups one after the other, in fp32. Rows behind the last group it leaves alone."""
+    """A kernel: rows of groups one after the other, in fp32. Rows behind the last group become NaN."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -35,6 +35,7 @@ class Loops:
         """As `GroupedKernel.of`."""
         return lambda *operands: self(fused, *operands, **words)
 
+    @torch.no_grad()  # as kernels, of which autograd sees nothing
     def __call__(
         self, fused: Epilogue, a: Any, weights: Any, out: Any, offs: Any, bias: Any, scales: Any, *,
         interleaved: bool,
@@ -57,3 +58,4 @@ class Loops:
                     rows = fused.gate(*halves)
                 out[first:end] = rows
             first = max(first, end)
+        out[first:] = torch.nan  # memory as it was

@@ -141,6 +141,8 @@ def _layer(
     compiling = torch.compiler.is_compiling()
     # Without gradients, modes and transforms: checked once, not at each product.
     plain = not compiling and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
+    if torch.is_grad_enabled() and not isinstance(activation, (str, Gate)):
+        plain = False  # a function may have parameters, which need gradients
     traced = compiling or (not plain and is_fake(x))  # fake: of the operator below, if it needs a gradient
     count, (tokens, chosen) = gate_up.shape[0], index.shape
     # On a CPU, reading values costs no wait.
@@ -204,7 +206,7 @@ def _by_rows(
         else (grouped.groups, grouped.traced if traced else grouped_mm)
     )
     inner = None
-    if activation in GATE_OF:
+    if isinstance(activation, str):
         of_gate = rows, gate_up.mT, ends, gate_up_bias, GATE_OF[activation], interleaved
         inner = multiply(*of_gate)
         if inner is None and plain:
@@ -215,6 +217,8 @@ def _by_rows(
             both = otherwise(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         inner = _gate(both, activation, interleaved, around, nobodys)
         _check_inner(inner, both, activation, (both.dtype,))
+        if nobodys is not None and inner.requires_grad:  # its gradient is uninitialized there
+            inner = inner.masked_fill(nobodys, 0)
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
     if of_rows is None:
         of_rows = otherwise(inner, down.mT, offs=ends, bias=down_bias)
