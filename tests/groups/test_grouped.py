@@ -617,6 +617,29 @@ def test_compiled_products_of_other_dtypes_are_the_operator_too(
         torch.compile(tunegemm.grouped_mm, backend="eager")(given[0][:, :8], given[1], offs=offs)
 
 
+class Tripled(torch.Tensor):
+    """Gives torch's product a meaning of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 3 if func is torch._grouped_mm else result
+
+
+def test_compiled_products_of_subclasses_are_torchs(loops: Loops, one_rank: None) -> None:
+    """A subclass's meaning got lost, and distributed tensors failed."""
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    a, b, offs = operands()
+    expected, mesh = torchs(a, b, offs=offs), init_device_mesh("cpu", (1,))
+    spread = [distribute_tensor(each, mesh, [Replicate()]) for each in (a, b, offs)]
+    run = torch.compile(tunegemm.grouped_mm, backend="eager", fullgraph=True)
+    result = run(spread[0].requires_grad_(), spread[1], offs=spread[2])
+    result.square().sum().backward()
+    assert torch.equal(result.full_tensor(), expected) and not loops.calls
+    assert torch.equal(run(a.as_subclass(Tripled), b, offs=offs), 3 * expected) and not loops.calls
+
+
 def test_off_means_off(loops: Loops, monkeypatch: pytest.MonkeyPatch, serve) -> None:
     monkeypatch.setenv("TUNEGEMM_MODE", "off")
     api.serve_by(serve())

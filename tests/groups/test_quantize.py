@@ -102,6 +102,16 @@ def test_a_compiled_graph_holds_it_whole() -> None:
     assert torch.equal(graph(x).float(), tunegemm.quantize(x)[0].float())
 
 
+def test_compiled_rows_of_distributed_tensors_are_quantised(one_rank: None) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    x = torch.randn(5, 400)
+    spread = distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(0)])
+    found = torch.compile(tunegemm.quantize, backend="aot_eager", fullgraph=True)(spread)
+    for ours, wanted in zip(found, tunegemm.quantize(x), strict=True):
+        assert torch.equal(ours.full_tensor().float(), wanted.float())
+
+
 X = torch.randn(4, 256)
 
 

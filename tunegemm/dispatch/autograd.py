@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tunegemm.dispatch.guards import is_transformed
 
@@ -25,6 +26,13 @@ Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: A product; returns None if there is no kernel for it.
 Maybe = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
+
+
+def are_torchs(*operands: torch.Tensor | None) -> bool:
+    """Whether no subclass gives operands of a traced call a meaning of its own."""
+    return torch.compiler.is_exporting() or all(
+        each is None or type(each) in PLAIN or isinstance(each, FakeTensor) for each in operands
+    )
 
 
 def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.autograd import PLAIN, are_torchs
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.fx import node_of, rank
@@ -88,8 +88,9 @@ def grouped_mm(
     """
     try:
         if torch.compiler.is_compiling():
-            return traced(a, b, offs, bias, out_dtype)
-        if offs is not None:
+            if are_torchs(a, b, offs, bias) or a.dtype in _UNTRACED:
+                return traced(a, b, offs, bias, out_dtype)
+        elif offs is not None:
             rank(a)  # raises TypeError for a proxy
             rank(b)
             if out_dtype in (None, a.dtype):

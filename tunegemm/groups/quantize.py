@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import extension
+from tunegemm.dispatch.autograd import are_torchs
 from tunegemm.dispatch.fx import check_tensors, node_of, rank
 from tunegemm.dispatch.guards import is_transformed
 from tunegemm.errors import ProblemError
@@ -45,7 +46,7 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
     except TypeError as error:
         words = {"gate": gate, "power_of_two": power_of_two}
         return node_of(error, quantize, (x,), words, lambda x, **_: check_tensors(x=x))
-    if torch.compiler.is_compiling() or is_transformed():
+    if are_torchs(x) if torch.compiler.is_compiling() else is_transformed():
         return torch.ops.tunegemm.quantize(x, gate, power_of_two)
     return _quantized(x, gate, power_of_two)
 

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.autograd import are_torchs
 from tunegemm.dispatch.forms import check_dtype
 from tunegemm.dispatch.guards import functorch_level
 from tunegemm.dispatch.launchers import is_apart_from
@@ -146,9 +146,7 @@ def scaled_mm(
             "float32 scales of one element, or (m, 1) and (1, n)"
         )
     is_traced = torch.compiler.is_compiling() or isinstance(a, FakeTensor)
-    if torch.compiler.is_exporting() or all(
-        type(each) in PLAIN or isinstance(each, FakeTensor) for each in arguments
-    ):
+    if are_torchs(*arguments):
         if _E8M0 in (scale_a.dtype, scale_b.dtype) and scale_k_of(*arguments) == BLOCK:
             arguments = a, b, in_fp32(scale_a), in_fp32(scale_b)
         if scale_k := check_scales(*arguments):

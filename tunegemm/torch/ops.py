@@ -20,11 +20,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from tunegemm.dispatch import api
-from tunegemm.dispatch.autograd import DTYPES, PLAIN, differentiably, gradients, is_simple
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, are_torchs, differentiably, gradients, is_simple
 from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of, shaped
 from tunegemm.dispatch.guards import is_transformed
@@ -241,7 +240,7 @@ def traced_matmul(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, of_any_class: bool = False
 ) -> torch.Tensor:
     """`tunegemm.matmul` while a graph is traced. of_any_class: subclasses mean what torch.Tensor means."""
-    if not ((of_any_class or _are_plain(a, b)) and _is_servable(a, b) and is_simple(a, b)):
+    if not ((of_any_class or are_torchs(a, b)) and _is_servable(a, b) and is_simple(a, b)):
         return torch.matmul(a, b) if out is None else torch.matmul(a, b, out=out)
     if out is not None:
         is_trained = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
@@ -262,7 +261,7 @@ def traced_linear(
 ) -> torch.Tensor:
     """`tunegemm.linear` while a graph is traced. of_any_class: as for `traced_matmul`."""
     is_usual = bias is None or (x.ndim > 1 and bias.ndim == 1 and bias.dtype == x.dtype)
-    are_plain = of_any_class or _are_plain(x, weight, bias)
+    are_plain = of_any_class or are_torchs(x, weight, bias)
     if not (are_plain and weight.ndim == 2 and is_usual and _is_servable(x, weight)):
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
@@ -273,13 +272,6 @@ def traced_linear(
 def _turned(weight: torch.Tensor) -> torch.Tensor:
     """The transpose. Torch (2.13) traces neither `t()` within `inference_mode` nor `mT` within `cond`."""
     return weight.swapaxes(-2, -1) if weight.ndim > 1 else weight
-
-
-def _are_plain(*operands: torch.Tensor | None) -> bool:
-    """Whether no subclass gives operands of a call a meaning of its own."""
-    return torch.compiler.is_exporting() or all(
-        each is None or type(each) in PLAIN or isinstance(each, FakeTensor) for each in operands
-    )
 
 
 def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
