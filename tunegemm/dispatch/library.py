@@ -43,8 +43,11 @@ def addmm_steps(
     if beta == 1:
         if dimensions == 1:
             return first + "bias_n", (c,), scalars
-        # A row, as Inductor expands it or a user passes it.
-        if dimensions == a.ndim == 2 and (c.shape[0] == 1 != a.shape[0] or 0 == c.stride(0) < c.shape[0]):
+        # A row, as Inductor expands it or a user passes it. The gradient of an expanded one has all rows.
+        if dimensions == a.ndim == 2 and (
+            c.shape[0] == 1 != a.shape[0]
+            or (0 == c.stride(0) < c.shape[0] and not (c.requires_grad and torch.is_grad_enabled()))
+        ):
             return first + "bias_n", (c[0],), scalars
     return first + "beta_c", (c,), (*scalars, _float(beta))
 

@@ -49,6 +49,18 @@ def test_gradients(serve, kernel, name, lead):
     assert len(kernel.calls) == 3  # forward, and two products backward
 
 
+@pytest.mark.parametrize("expand", [lambda bias: bias.expand(32, -1), lambda bias: bias[:1].expand(32, 48)])
+def test_the_gradient_of_an_expanded_row_has_all_rows(serve, kernel, expand):
+    """The first row had the sum of all, and the others zeros."""
+    serve()
+    x, weight, bias, _ = layer()
+    row = expand(bias).detach().requires_grad_()
+    given = torch.linspace(-4, 4, 32 * 48).view(32, 48).to(BF16)
+    for call in (tunegemm.addmm, torch.compile(tunegemm.addmm, backend="aot_eager")):
+        (found,) = torch.autograd.grad(call(row, x, weight.t()), row, given)
+        assert torch.equal(found, given)
+
+
 def test_transforms_are_torchs(serve, kernel):
     serve()
     x, weight, bias, _ = layer()
