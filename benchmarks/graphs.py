@@ -36,8 +36,7 @@ class Graph:
         """
 
         def captured(again: int) -> torch.cuda.CUDAGraph:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
                 run(again)
             graph.replay()
             return graph
@@ -60,11 +59,9 @@ class Graph:
 
     def us(self, turn_ms: float) -> float:
         """Microseconds per call: of one replay, or of the second half of a turn."""
-        replays = 1
-        if turn_ms:
-            replays = max(1, math.ceil(turn_ms / 2 / timed_ms(self.replay)))
-            for _ in range(replays):
-                self.replay()
+        replays = max(1, math.ceil(turn_ms / 2 / timed_ms(self.replay))) if turn_ms else 1
+        for _ in range(replays if turn_ms else 0):
+            self.replay()
 
         def again() -> None:
             for _ in range(replays):
