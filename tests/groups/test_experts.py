@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunegemm
 from tests.support.grouped import Loops
@@ -181,6 +182,23 @@ def test_a_layer_asks_torch_for_few_operators(
     ]
     asked = [name for name in of_torch if name not in free or name == "contiguous"]
     assert len(asked) <= most, asked
+
+
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_autocast_casts_no_step_of_a_layer(tokens: int) -> None:
+    """On a GPU it casts products of a matrix and a vector, too, which on a CPU it does not."""
+    given = layer(tokens)
+    asked: set[str] = set()
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.add(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with torch.autocast("cpu", torch.bfloat16), Asked():
+        result = tunegemm.experts(**given)
+    torch.testing.assert_close(result, by_loops(**given), rtol=1e-4, atol=1e-4)
+    assert "_grouped_mm" in asked and not asked & {"mv", "addmv", "mm", "addmm", "bmm", "matmul"}
 
 
 def test_numbers_are_kept_where_nothing_looks_on() -> None:

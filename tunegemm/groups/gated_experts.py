@@ -12,7 +12,7 @@ from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
 from tunegemm.dispatch.fx import check_tensors, node_of, rank
-from tunegemm.dispatch.guards import capturing, is_transformed
+from tunegemm.dispatch.guards import any_autocast, capturing, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
@@ -306,7 +306,7 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
         return (of_tokens * weights.contiguous().unsqueeze(-1)).sum(dim=1)
     tokens, chosen = weights.shape
     weights = weights.to(result.dtype).reshape(-1)
-    if tokens == 1 and not is_ordered():
+    if tokens == 1 and not is_ordered() and not any_autocast():  # which casts it on a GPU
         return torch.mv(result.mT, weights[order])[None]
     first = _numbers(tokens, order, plain, chosen)
     # Mode 0 is a sum. torch.nn.functional's version creates `first` again at each call.
