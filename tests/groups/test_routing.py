@@ -190,6 +190,18 @@ def test_a_gate_with_limits_has_a_kernel(steps: Steps) -> None:
     assert steps.calls[1] == "gate bf16 False"
 
 
+@pytest.mark.parametrize("tokens", [1, 11])
+def test_a_class_made_of_a_gate_computes_its_own(steps: Steps, tokens: int) -> None:
+    class Doubled(Gate):
+        def __call__(self, both: torch.Tensor) -> torch.Tensor:
+            return 2 * super().__call__(both)
+
+    given = layer(tokens, BF16)
+    with torch.no_grad():
+        once, twice = (tunegemm.experts(**given, activation=gate()) for gate in (Gate, Doubled))
+    torch.testing.assert_close(twice, 2 * once, **BOUND)
+
+
 def test_what_kernels_do_not_take_is_torchs(steps: Steps) -> None:
     given = layer(dtype=torch.bfloat16)
     wrong: tuple[dict[str, Any], ...] = (

@@ -141,7 +141,7 @@ def _layer(
     compiling = torch.compiler.is_compiling()
     # Without gradients, modes and transforms: checked once, not at each product.
     plain = not compiling and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
-    if torch.is_grad_enabled() and not isinstance(activation, (str, Gate)):
+    if torch.is_grad_enabled() and type(activation) is not Gate and not isinstance(activation, str):
         plain = False  # a function may have parameters, which need gradients
     traced = compiling or (not plain and is_fake(x))  # fake: of the operator below, if it needs a gradient
     count, (tokens, chosen) = gate_up.shape[0], index.shape
@@ -150,7 +150,7 @@ def _layer(
         check_index(index, count)
     around = routing.routing if plain else None
     gate = _SILUS[interleaved] if activation == "silu" else activation
-    if around is not None and gate_up_scale is None and isinstance(gate, Gate) and not is_ordered():
+    if around is not None and gate_up_scale is None and type(gate) is Gate and not is_ordered():
         biases = gate_up_bias, down_bias
         if (whole := around.layer(x, gate_up, down, index, weights, biases, gate)) is not None:
             return whole
@@ -272,7 +272,7 @@ def _gate(
 ) -> torch.Tensor:
     """Apply the gate to rows of gate and up, with a kernel of `around` if it has one."""
     gate = _SILUS[interleaved] if activation == "silu" else activation
-    if around is not None and isinstance(gate, Gate):
+    if around is not None and type(gate) is Gate:
         inner: torch.Tensor | None = around.gate(both, gate)
         if inner is not None:
             return inner
@@ -381,7 +381,7 @@ def _check_blocks(
 
 def _check_inner(inner: Any, both: torch.Tensor, activation: Any, dtypes: Sequence[torch.dtype]) -> None:
     """Check what a function made of the first product. Raises ProblemError."""
-    if isinstance(activation, (str, Gate)):
+    if isinstance(activation, str) or type(activation) is Gate:
         return
     shape, is_tensor = (both.shape[0], both.shape[1] // 2), isinstance(inner, torch.Tensor)
     if not is_tensor or inner.dtype not in dtypes or tuple(inner.shape) != shape:
