@@ -78,6 +78,26 @@ def test_it_compiles_without_warnings(config: BlockConfig, tmp_path: Path) -> No
     assert report.smem_bytes == config.smem_bytes
 
 
+def test_boxes_bring_all_rows_that_are_loaded() -> None:
+    """Else a stage waits for bytes that nobody sends. Boxes lie behind one another, the largest first."""
+    pytest.importorskip("cutlass")
+    from tunegemm.generate.blocks.kernel_rows import count_of, is_short, sizes_of
+
+    short = [config for config in CONFIGS if config.loads_short]
+    assert {config.rows for config in short} > {64, 128}  # which are powers of two themselves
+    for config in short:
+        assert config.rows <= 256  # the most lines of a box
+        for lines in range(1, config.rows + 1):
+            if not is_short(config, lines):
+                assert config.rows - lines < 8
+                continue
+            count = count_of(lines)
+            boxes = [size for size in sizes_of(config) if count & size]
+            assert lines <= count == sum(boxes) < min(lines + 8, config.rows)
+            begins = [count // (2 * size) * (2 * size) for size in boxes]
+            assert begins == [sum(boxes[:number]) for number in range(len(boxes))]
+
+
 class Seen(list[Any]):
     """A kernel's function that keeps what it is launched with, by name."""
 

@@ -20,9 +20,19 @@ from tunegemm.generate.cute_sm90.kernel.producer import EVICT_FIRST, EVICT_NORMA
 _LEAST = 8
 
 
+def is_short(config, lines):
+    """Whether boxes come in place of a tile. Those of one that lacks fewer lines would be a tile again."""
+    return lines <= config.rows - _LEAST
+
+
 def sizes_of(config):
-    """Lines of the boxes, powers of two."""
+    """Lines of the boxes, powers of two. `count_of` is the sum of some: of its binary digits."""
     return tuple(size for size in (128, 64, 32, 16, _LEAST) if size < config.rows)
+
+
+def count_of(lines):
+    """Lines that are loaded."""
+    return (lines + (_LEAST - 1)) // _LEAST * _LEAST
 
 
 def boxes_of(config, rows):
@@ -44,16 +54,16 @@ class RowProducer(Producer):
     @cute.jit
     def run(self, schedule, l2_hint):
         """See there."""
-        if self.lines < self.config.rows:
+        if is_short(self.config, self.lines):
             self.run_short(schedule, l2_hint)
         else:
             Producer(self.config, self.a, self.b, self.sA, self.sB, self.ring).run(schedule, l2_hint)
 
     @cute.jit
     def run_short(self, schedule, l2_hint):
-        """`run` where the only tile of rows is not full."""
+        """`run` where the only tile of rows lacks eight or more."""
         config, ring, few = self.config, self.ring, self.config.few
-        sizes, count = sizes_of(config), (self.lines + (_LEAST - 1)) // _LEAST * _LEAST
+        sizes, count = sizes_of(config), count_of(self.lines)
         stage_bytes = (config.columns + count) * BLOCK
         rows_policy, weights_policy = Int64(EVICT_NORMAL), Int64(EVICT_NORMAL)
         if l2_hint == (2 if few else 1):
