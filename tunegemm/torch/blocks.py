@@ -146,7 +146,7 @@ def scaled_mm(
             "float32 scales of one element, or (m, 1) and (1, n)"
         )
     is_traced = torch.compiler.is_compiling() or isinstance(a, FakeTensor)
-    if scale_a is not None and scale_b is not None and are_torchs(*arguments):
+    if not any(each is None for each in arguments) and are_torchs(*arguments):
         if _E8M0 in (scale_a.dtype, scale_b.dtype) and scale_k_of(*arguments) == BLOCK:
             arguments = a, b, in_fp32(scale_a), in_fp32(scale_b)
         if scale_k := check_scales(*arguments):
