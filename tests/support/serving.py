@@ -165,6 +165,13 @@ def operands(
     return a, torch.randint(-3, 4, (n, k), generator=generator).to(dtype).t()
 
 
+def batch(count: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """`operands` times 1 to `count`."""
+    a, b = operands()
+    scale = torch.arange(1, count + 1).to(BF16).view(count, 1, 1)
+    return a * scale, b.contiguous() * scale
+
+
 @contextmanager
 def deterministic() -> Iterator[None]:
     """torch promises deterministic algorithms."""
