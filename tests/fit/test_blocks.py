@@ -27,9 +27,9 @@ TWIN, OF = "many64x128p1t2twin", "many64x128p1t2"
 
 def true_times() -> dict[str, Listed]:
     """The kernels of the table and the twin, with times that the table does not know, and torch's."""
-    chance = random.Random(3)
     result = {}
     for name, each in fit.named(TABLE).items():
+        chance = random.Random(name)  # no other kernel of the table changes what it draws
         times = {word: getattr(each, word) * chance.uniform(0.75, 1.3) for word in fit.WORDS}
         result[name] = replace(each, **times)
     slow = {word: 1.5 * getattr(result[OF], word) for word in fit.WORDS}
@@ -39,13 +39,14 @@ def true_times() -> dict[str, Listed]:
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A race of the true times with 1 % of noise."""
-    chance, rows = random.Random(4), []
+    rows = []
     for (n, k), m in itertools.product(LAYERS.values(), ROWS):
         us: dict[str, float] = {"bf16": 1.0, "tunegemm": 1.0}
         for each in true_times().values():
             if each.first_row <= m <= each.last_row:
                 for split in [1] if each.name == "torch" else splits_of(each.config, m, n, k)[:3]:
-                    time = each.estimate(m, n, k, split, GPU) * 1e-3 * math.exp(chance.gauss(0, 0.01))
+                    noise = random.Random(f"{each.name} {m} {n} {k} {split}").gauss(0, 0.01)
+                    time = each.estimate(m, n, k, split, GPU) * 1e-3 * math.exp(noise)
                     us["torch" if each.name == "torch" else f"{each.name} k{split}"] = time
         rows.append({"m": m, "n": n, "k": k, "us": us, "wrong": []})
     text = TABLE.read_text()
@@ -133,7 +134,7 @@ def test_a_kernel_without_a_time_stays_as_it_is(race: Path, tmp_path: Path) -> N
 def test_all_rows_keep_a_kernel_of_each_dtype(race: Path) -> None:
     """The slowest of these stays: of 129 rows and more no other has fp32 results."""
     cells = fit.read(race)[1]
-    few, many, slow = (true_times()[name] for name in ("few64x32t2", "many128x128c12", "many64x16t2"))
+    few, many, slow = (true_times()[name] for name in ("few64x32t2", "many128x128", "many64x16t2"))
     few = replace(few, first_row=1, last_row=128)
     assert fit.covers([few, slow]) and not fit.covers([few, many]) and not fit.covers([many, slow])
     assert fit.Races(cells).loss([few, many]) - fit.Races(cells).loss([few, many, slow]) < 0.001
@@ -144,13 +145,14 @@ def test_all_rows_keep_a_kernel_of_each_dtype(race: Path) -> None:
 def test_rows_end_where_another_kernel_is_faster_than_estimated(race: Path) -> None:
     """A kernel that takes twice its estimate at 8192 rows is not for these."""
     kernels, cells, _ = fit.read(race)
-    name = "many256x128c12p1"
+    del kernels["torch"]
+    true = [each for each in true_times().values() if each.name in kernels]
+    largest = next(shape for _, shape, _ in cells if shape[0] == 8192)
+    name = min(true, key=lambda each: each.estimate(*largest, 1, GPU)).name
     slow = []
     for gpu, shape, ns in cells:
         more = {name: {1: 2 * ns[name][1]}} if shape[0] == 8192 else {}
         slow.append(fit.Cell(gpu, shape, {**ns, **more}))
-    del kernels["torch"]
-    true = [each for each in true_times().values() if each.name in kernels]
     left = {each.name: each for each in fit.selected(true, fit.Races(slow), most_loss=-1.0)}
     assert left[name].last_row == 8191 and left[name].first_row == kernels[name].first_row
     assert fit.covers([*left.values()])

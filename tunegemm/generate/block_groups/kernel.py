@@ -147,6 +147,7 @@ class Consumer(BlockConsumer):
                     state = self.sum(sums, parts, fragments, ring, state, k_tiles, origin)
                 else:  # the group ends before this warpgroup's rows
                     state = self.pass_over(ring, state, k_tiles)
+            self.put_in_order(sums)
             turn = self.epilogue.store(sums, place, bias, turn)
             unit = walk.next(unit, 1)
 

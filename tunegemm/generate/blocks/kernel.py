@@ -4,13 +4,9 @@ D[m, n] = sum over blocks b of sa[m, b] * sb[n / 128, b] * (A[m, b] B[n, b]^T)
 
 Tiles, ring, k splits and the way out are those of `cute_sm90`. Other warps of the producer's warpgroup copy
 each block's scales into the ring (`kernel_scales`). The tensor cores add up one block. fp32 registers add the
-blocks, once the stage is given back: the other warpgroup multiplies meanwhile.
-
-A product of two scales may leave the range of fp32 where neither scaled sum does: a warp that has such a pair
-multiplies twice (`Consumer.promote`).
+blocks, once the stage is given back (`kernel_many`, `kernel_few`): the other warpgroup multiplies meanwhile.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +17,15 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.utils import SmemAllocator
 
 from tunegemm.generate.blocks.config import BLOCK, BlockConfig
+from tunegemm.generate.blocks.kernel_few import FewSums
+from tunegemm.generate.blocks.kernel_many import ManySums
 from tunegemm.generate.blocks.kernel_narrow import LineEnds, LineProducer, NarrowSums
 from tunegemm.generate.blocks.kernel_rows import RowProducer, boxes_of
 from tunegemm.generate.blocks.kernel_scales import SCALES_BARRIER, WORDS, Ends, Ring, ScaleProducer, Scales
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
 from tunegemm.generate.cute_sm90.kernel import consumer, gemm
 from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
-from tunegemm.generate.cute_sm90.kernel.fusion import Fusion, first_row_of
+from tunegemm.generate.cute_sm90.kernel.fusion import Fusion
 from tunegemm.generate.cute_sm90.kernel.layouts import Dtypes, Layouts, load_box, matrix_at
 from tunegemm.generate.cute_sm90.kernel.producer import Producer
 from tunegemm.generate.cute_sm90.kernel.schedule import (
@@ -42,12 +40,10 @@ from tunegemm.generate.kernel_roles import begin, part_ways, place_in_block, pre
 #: Between the two turns, for each warpgroup of a tile: sums are there, and they were taken.
 THERE_BARRIER = SCALES_BARRIER + 1
 TAKEN_BARRIER = THERE_BARRIER + 3
-#: Magnitudes of a product of scales by which a block's sum is multiplied at once.
-SMALL, LARGE = 2.0**-100, 2.0**100
 
 
 @dataclass(frozen=True)
-class Consumer(NarrowSums, consumer.Consumer):
+class Consumer(ManySums, FewSums, NarrowSums, consumer.Consumer):
     """One warpgroup: the main loop, and what follows it for each work unit."""
 
     sScales: Any = None
@@ -120,8 +116,23 @@ class Consumer(NarrowSums, consumer.Consumer):
         if schedule.is_split(unit):
             holds_sum = self.split_k.add(sums, schedule, unit)
         if holds_sum:
+            self.put_in_order(sums)
             phases = self.epilogue.store(sums, origin, phases)
         return phases
+
+    def place_of(self, value):
+        """Where one of a WGMMA's values is added up: with many rows, in its neighbour's place.
+
+        Split sums are stored by four, so ptxas gives even places even registers, as WGMMA gives even values.
+        An FFMA that reads two registers of one bank holds up the other warpgroup's WGMMAs.
+        """
+        return value ^ 1 if self.config.swaps_sums else value
+
+    def put_in_order(self, sums):
+        """Undo `place_of` before sums are stored, which only renames registers."""
+        if self.config.swaps_sums:
+            for even in range(0, self.config.accumulator_registers, 2):
+                sums[even], sums[even + 1] = sums[even + 1], sums[even]
 
     @cute.jit
     def meet_turns(self, sums, again):
@@ -152,67 +163,18 @@ class Consumer(NarrowSums, consumer.Consumer):
 
     @cute.jit
     def sum(self, sums, parts, fragments, ring, state, k_tiles, origin):
-        """Add up a tile's blocks of k, at least one. Returns where the ring then is.
-
-        With many rows a thread reads the scales of a block while it multiplies the one before, so that they
-        are there before the sums.
-        """
-        if const_expr(self.config.narrow):
+        """Add up a tile's blocks of k, at least one. Returns where the ring then is."""
+        config = self.config
+        if const_expr(config.narrow):
             state = self.sum_groups(sums, parts, fragments, ring, state, k_tiles)
-        elif const_expr(self.config.parts == 2):
-            state = self.sum_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
+        elif const_expr(config.few and config.parts == 2):
+            state = self.sum_few_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
+        elif const_expr(config.few):
+            state = self.sum_few(sums, parts[0], fragments, ring, state, k_tiles, origin)
+        elif const_expr(config.parts == 2):
+            state = self.sum_many_alternately(sums, parts, fragments, ring, state, k_tiles, origin)
         else:
-            kept = self.kept_scales()
-            if const_expr(not self.config.few):
-                ring.wait_full(state)
-                self.keep(kept, state.stage)
-            for k_tile in cutlass.range(k_tiles, unroll=1):
-                if const_expr(self.config.few):
-                    ring.wait_full(state)
-                scales = self.scales_of(kept, origin)
-                following = ring.advance_turn(state)
-                for atom in cutlass.range_constexpr(self.config.atoms_per_warpgroup):
-                    self.multiply(parts[0], fragments, atom, state.stage)
-                    last = const_expr(atom == self.config.atoms_per_warpgroup - 1)
-                    if const_expr(last and not self.config.few):
-                        if k_tile + 1 < k_tiles:
-                            ring.wait_full(following)
-                            self.keep(kept, following.stage)
-                    self.add(sums, parts[0], ring, state.stage, atom, origin, scales, 0, last)
-                state = following
-        return state
-
-    @cute.jit
-    def sum_alternately(self, sums, parts, fragments, ring, state, k_tiles, origin):
-        """`sum` where a warpgroup has one WGMMA's rows, and adds up one block while the tensor cores have the
-        next.
-        """
-        kept = self.kept_scales()
-        ring.wait_full(state)
-        self.multiply(parts[0], fragments, 0, state.stage)
-        self.keep(kept, state.stage)
-        previous = state.stage
-        state = ring.advance_turn(state)
-        for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
-            for turn in cutlass.range_constexpr(2):
-                scales = self.scales_of(kept, origin)
-                ring.wait_full(state)
-                self.multiply(parts[1 - turn], fragments, 0, state.stage)
-                self.keep(kept, state.stage)
-                self.add(sums, parts[turn], ring, previous, 0, origin, scales, 1, True)
-                previous = state.stage
-                state = ring.advance_turn(state)
-        scales = self.scales_of(kept, origin)
-        if k_tiles % 2 == 0:
-            ring.wait_full(state)
-            self.multiply(parts[1], fragments, 0, state.stage)
-            self.keep(kept, state.stage)
-            self.add(sums, parts[0], ring, previous, 0, origin, scales, 1, True)
-            last = self.scales_of(kept, origin)
-            self.add(sums, parts[1], ring, state.stage, 0, origin, last, 0, True)
-            state = ring.advance_turn(state)
-        else:
-            self.add(sums, parts[0], ring, previous, 0, origin, scales, 0, True)
+            state = self.sum_many(sums, parts[0], fragments, ring, state, k_tiles, origin)
         return state
 
     @cute.jit
@@ -226,31 +188,6 @@ class Consumer(NarrowSums, consumer.Consumer):
             cute.gemm(mma, part, a, tCrB[(None, None, block, stage)], part)
         warpgroup.commit_group()
 
-    @cute.jit
-    def add(
-        self, sums, part, ring, stage, atom: cutlass.Constexpr, origin, scales, behind: cutlass.Constexpr,
-        last: cutlass.Constexpr,
-    ):  # fmt: skip
-        """Wait for a block's WGMMAs, behind which so many groups of others were begun, give back the stage
-        that they were the last to read, and promote their sums. scales: `scales_of`.
-        """
-        if const_expr(self.config.few):
-            weight, pairs = self.weight_of(stage, atom, origin), self.pairs_at(stage)
-            if const_expr(self.config.reads_early):
-                pairs = self.kept(pairs)
-            warpgroup.wait_group(behind)
-            if const_expr(last and self.config.reads_early):
-                ring.release(stage)
-            self.promote_pairs(sums, part, atom, weight, pairs)
-            if const_expr(last and not self.config.reads_early):
-                ring.release(stage)
-        else:
-            rows, columns, plain = scales[atom]
-            warpgroup.wait_group(behind)
-            if const_expr(last):
-                ring.release(stage)
-            self.promote(sums, part, atom, rows, columns, plain)
-
     def first_of(self, atom: cutlass.Constexpr):
         """Where one WGMMA's rows of this warpgroup begin in the tile."""
         warpgroups = self.config.tile_warpgroups
@@ -258,127 +195,6 @@ class Consumer(NarrowSums, consumer.Consumer):
         if const_expr(warpgroups > 1):
             first = first + self.group * MMA_ATOM_M
         return first
-
-    def weight_of(self, stage, atom: cutlass.Constexpr, origin):
-        """Of few rows: the scale of the weights of one WGMMA."""
-        config, first = self.config, self.first_of(atom)
-        if const_expr(config.tile_m % BLOCK != 0 and config.spans > 1):
-            first = first + origin.row % BLOCK
-        index = config.rows
-        if const_expr(config.spans > 1):
-            index = config.rows + first // BLOCK
-        return self.sScales[index, stage]
-
-    def pairs_at(self, stage):
-        """Of few rows: (2, 4, GROUP), this thread's scales of each 8 columns in its first row."""
-        config = self.config
-        source = self.sScales.iterator + stage * config.stage_scales + self.thread % 4 * 2
-        pointer = cute.make_ptr(Float32, source.toint(), cute.AddressSpace.smem, assumed_align=8)
-        return cute.make_tensor(pointer, cute.make_layout((2, config.tile_n // 8), stride=(1, 8)))
-
-    @cute.jit
-    def kept(self, pairs):
-        """`pairs_at` in registers."""
-        registers = cute.make_rmem_tensor(cute.make_layout((2, self.config.tile_n // 8)), Float32)
-        for group in cutlass.range_constexpr(self.config.tile_n // 8):
-            cute.autovec_copy(pairs[(None, group)], registers[(None, group)])
-        return registers
-
-    @cute.jit
-    def promote_pairs(self, sums, part, atom: cutlass.Constexpr, weight, pairs):
-        """`promote` of few rows. Each sum is multiplied twice: there are as many products of two scales as
-        columns, and to ask whether these are plain takes longer.
-        """
-        first = atom * self.config.atom_registers
-        for group in cutlass.range_constexpr(self.config.tile_n // 8):
-            pair = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(pairs[(None, group)], pair)
-            for value in cutlass.range_constexpr(4):
-                index = group * 4 + value
-                sums[first + index] = sums[first + index] + part[index] * weight * pair[value % 2]
-
-    def kept_scales(self):
-        """Registers for the scales of a block: of two rows 8 apart for each WGMMA, then of the weights."""
-        config = self.config
-        return cute.make_rmem_tensor(2 * config.atoms_per_warpgroup + config.spans, Float32)
-
-    def keep(self, kept, stage):
-        """Read the scales of a stage into `kept_scales`, with many rows."""
-        config = self.config
-        if config.few:
-            return
-        address = self.sScales.iterator + stage * config.stage_scales
-        own = cute.make_tensor(address, cute.make_layout(config.stage_scales))
-        for atom in range(config.atoms_per_warpgroup):
-            row = first_row_of(self.first_of(atom), self.thread)
-            kept[2 * atom], kept[2 * atom + 1] = own[row], own[row + 8]
-        for span in range(config.spans):
-            kept[2 * config.atoms_per_warpgroup + span] = own[config.rows + span]
-
-    def scales_of(self, kept, origin):
-        """For each WGMMA (of rows, of columns, `are_plain`): the scales of this thread's values in two rows
-        that are 8 apart, and in each 8 columns or in all. None with few rows.
-        """
-        config = self.config
-        if config.few:
-            return (None,) * config.atoms_per_warpgroup
-        weights = tuple(kept[2 * config.atoms_per_warpgroup + span] for span in range(config.spans))
-        columns, found = self.of_columns(weights, origin), []
-        for atom in range(config.atoms_per_warpgroup):
-            rows = kept[2 * atom], kept[2 * atom + 1]
-            found.append((rows, columns, self.are_plain(rows, weights)))
-        return found
-
-    @cute.jit
-    def of_columns(self, weights, origin):
-        """The scale of each 8 columns, or of all of them."""
-        config = self.config
-        if const_expr(config.spans == 1):
-            return weights
-        if const_expr(config.columns % BLOCK == 0):
-            return tuple(weights[group * 8 // BLOCK] for group in range(config.tile_n // 8))
-        end = BLOCK - origin.column % BLOCK  # of the first block
-        # Tiles begin at multiples of `unit`: its columns share a scale, and the products with rows' scales.
-        unit, found = math.gcd(config.columns, BLOCK), []
-        for column in cutlass.range_constexpr(0, config.columns, unit):
-            scale = weights[0] if column < end else weights[1]
-            found += [scale] * (unit // 8)
-        return tuple(found)
-
-    @cute.jit
-    def are_plain(self, rows, weights):
-        """Whether each product of two scales is of a usual magnitude, for all threads of a warp."""
-        plain = cutlass.Boolean(True)
-        for row in cutlass.range_constexpr(len(rows)):
-            for weight in cutlass.range_constexpr(len(weights)):
-                product = rows[row] * weights[weight]
-                size = cutlass.max(product, -product)
-                plain = cutlass.and_(plain, cutlass.and_(size >= SMALL, size <= LARGE))  # NaN is not
-        return cute.arch.vote_all_sync(plain)
-
-    @cute.jit
-    def promote(self, sums, part, atom: cutlass.Constexpr, rows, columns, plain):
-        """Add one block's sums, scaled, to those of all blocks.
-
-        A thread holds two neighbouring columns of rows 8 apart, for each 8 columns (PTX ISA, wgmma, register
-        fragment of D).
-        """
-        values = self.config.atom_registers
-        if plain:
-            for value in cutlass.range_constexpr(values):
-                row, column = scales_at(value, rows, columns)
-                index = atom * values + value
-                sums[index] = sums[index] + part[value] * (row * column)
-        else:
-            for value in cutlass.range_constexpr(values):
-                row, column = scales_at(value, rows, columns)
-                index = atom * values + value
-                sums[index] = sums[index] + part[value] * row * column
-
-
-def scales_at(value, rows, columns):
-    """The two scales of an accumulator."""
-    return rows[value // 2 % 2], columns[0 if len(columns) == 1 else value // 4]
 
 
 class Gemm:
