@@ -218,18 +218,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kernels[name], errors[name] = fitted(kernels[name], cells)
         times = ", ".join(f"{word} {getattr(kernels[name], word):.0f}" for word in WORDS)
         print(f"{name}: {times}, standard deviation {errors[name]:.1%}")
-    torchs, races, with_torch = kernels.pop("torch"), Races(cells, "torch"), Races(cells)
+    torchs, races = kernels.pop("torch"), Races(cells, "torch")
     kept = selected(list(kernels.values()), races, options.most_loss)
     lost = zip(races.losses(kept), cells, races.best, strict=True)
     for loss, cell, (_, name) in sorted(lost, key=itemgetter(0))[:-13:-1]:
         print(f"{'x'.join(map(str, cell.shape))}: {loss:.1%} behind {name}")
     rows, off = sorted(cell.shape[0] for cell in cells), errors["torch"]
-    loses, of_all = math.expm1(races.loss(kept)), math.expm1(with_torch.loss([*kept, torchs]))
+    loses = math.expm1(races.loss(kept))
     note = (
         f"Fitted by fit.blocks to {len(errors) - 1} kernels and {len(cells)} products of {rows[0]} to "
         f"{rows[-1]} rows ({where}); these {len(kept)} lose {loses:.2%} to the fastest kernel in the "
-        f"geometric mean. torch's has a standard deviation of {off:.1%}; the choice between it and a kernel "
-        f"loses {of_all:.2%} to the fastest of all."
+        f"geometric mean. torch's has a standard deviation of {off:.1%}."
     )
     print(note)
     if options.write:
