@@ -1,4 +1,9 @@
-"""What the configs of all families share."""
+"""What the configs of all families share.
+
+A config has all compile-time choices of a kernel: two problems with equal configs share one compiled object.
+Its module derives the kernel's numbers once for feasibility, compilation and launch alike, and imports no
+compiler, because feasibility and dispatch need the numbers without it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of one kernel of block-scaled products, derived once for compilation and launch alike.
+"""The numbers of one kernel of block-scaled products.
 
 A block is 128 of k. A's scales are of 1 x 128, the weights' of 128 x 128, all fp32; or of 32 of k
 (`kernel_narrow`). Many rows are the kernel's m. Few rows are its n, WGMMA's narrow mode: then D is m-major,

@@ -1,7 +1,4 @@
-"""The numbers of one Ampere kernel, derived once for feasibility, compilation and launch alike.
-
-No import of the compiler here: feasibility and dispatch need these numbers without it.
-"""
+"""The numbers of one Ampere kernel."""
 
 from __future__ import annotations
 
@@ -94,7 +91,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class KernelConfig(Mapped):
-    """All compile-time choices. Two problems with equal configs share one compiled object."""
+    """All compile-time choices."""
 
     tile_m: int
     tile_n: int

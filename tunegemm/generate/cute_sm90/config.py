@@ -1,7 +1,4 @@
-"""The numbers of one Hopper kernel, derived once for feasibility, compilation and launch alike.
-
-No import of the compiler here: feasibility and dispatch need these numbers without it.
-"""
+"""The numbers of one Hopper kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ SMEM_ALIGNMENT = 1024
 
 @dataclass(frozen=True)
 class KernelConfig(Mapped):
-    """All compile-time choices. Two problems with equal configs share one compiled object."""
+    """All compile-time choices."""
 
     schedule: str
     """``cooperative``: all consumer warpgroups share a tile; ``pingpong``: two take turns, a tile each."""

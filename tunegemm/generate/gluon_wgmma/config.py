@@ -1,7 +1,4 @@
-"""The numbers of one Gluon kernel, derived once for feasibility, compilation and launch alike.
-
-No import of the compiler here: feasibility and dispatch need these numbers without it.
-"""
+"""The numbers of one Gluon kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ SCHEDULES = ("blocking", "pipelined", "multistage", "cooperative", "pingpong")
 
 @dataclass(frozen=True)
 class KernelConfig(Mapped):
-    """All compile-time choices. Two problems with equal configs share one compiled object."""
+    """All compile-time choices."""
 
     schedule: str
     """``blocking``: load, wait, multiply, wait; ``pipelined``: the next load is issued while the tensor cores

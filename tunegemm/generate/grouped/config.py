@@ -1,4 +1,4 @@
-"""The numbers of one grouped kernel, derived once for feasibility, compilation and launch alike.
+"""The numbers of one grouped kernel.
 
 The kernel's m is the weights' N, its n the rows of a group: WGMMA takes few rows as its narrow mode, so that
 a group of 3 rows costs a WGMMA of 8 or 16 columns and not one of 64 rows. So D is m-major: a row of the

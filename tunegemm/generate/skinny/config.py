@@ -1,7 +1,4 @@
-"""The numbers of one kernel for few rows, derived once for feasibility, compilation and launch alike.
-
-No import of the compiler here: feasibility and dispatch need these numbers without it.
-"""
+"""The numbers of one kernel for few rows."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _PAD = 4
 
 @dataclass(frozen=True)
 class KernelConfig(Mapped):
-    """All compile-time choices. Two problems with equal configs share one compiled object."""
+    """All compile-time choices."""
 
     tile_m: int
     """Rows of the product that a CTA has, a multiple of 8. What is beyond m is computed and not stored."""

@@ -1,7 +1,4 @@
-"""The numbers of one portable Triton kernel, derived once for feasibility, compilation and launch alike.
-
-No import of Triton here: feasibility and dispatch need these numbers without it.
-"""
+"""The numbers of one portable Triton kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ EPI_COLUMNS = 32
 
 @dataclass(frozen=True)
 class KernelConfig(Mapped):
-    """All compile-time choices. Two problems with equal configs share one compiled object."""
+    """All compile-time choices."""
 
     tile_m: int
     tile_n: int

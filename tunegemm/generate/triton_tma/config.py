@@ -1,7 +1,4 @@
-"""The numbers of one Triton kernel, derived once for feasibility, compilation and launch alike.
-
-No import of Triton here: feasibility and dispatch need these numbers without it.
-"""
+"""The numbers of one Triton kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _BARRIER_BYTES = 8
 
 @dataclass(frozen=True)
 class KernelConfig(Mapped):
-    """All compile-time choices. Two problems with equal configs share one compiled object."""
+    """All compile-time choices."""
 
     schedule: str
     """``pipelined``: loads run ahead within a tile; ``flattened``: across tiles too, under the epilogue."""
