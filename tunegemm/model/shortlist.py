@@ -58,13 +58,9 @@ class Choices:
 
 
 @reader_of("selector.toml")
-def _selector(table: dict[str, Any]) -> tuple[Candidate, ...]:
-    return tuple(kernel for part in table["kernels"] for kernel in _kernels(part))
-
-
-def listed() -> tuple[Candidate, ...]:
+def listed(table: dict[str, Any]) -> tuple[Candidate, ...]:
     """All kernels of the list. Raises BadValueError if the table is damaged or a family does not know one."""
-    return _selector(None)
+    return tuple(kernel for part in table["kernels"] for kernel in _kernels(part))
 
 
 def _kernels(table: Mapping[str, Any]) -> Iterator[Candidate]:
@@ -89,7 +85,7 @@ def ordered_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
         result[plain] = tuple(
             kernel for kernel, launch in launches if families.reduction_class(plain, launch) == ORDERED
         )
-    return result | _invariant(None)["kernels"]
+    return result | _invariant()["kernels"]
 
 
 @cache
@@ -97,7 +93,7 @@ def large_lists() -> Mapping[Problem, tuple[Candidate, ...]]:
     """Shipped kernels for products of many rows, at GPC-aware launches, by problem as in `ordered_lists`."""
     return {
         problem: tuple(launched_by_gpc(problem, kernel) for kernel in kernels)
-        for problem, kernels in _invariant(None)["large"].items()
+        for problem, kernels in _invariant()["large"].items()
     }
 
 

@@ -13,16 +13,16 @@ from tunegemm.resources import data_path
 T = TypeVar("T")
 
 
-def reader_of(name: str) -> Callable[[Callable[[dict[str, Any]], T]], Callable[[Path | None], T]]:
+def reader_of(name: str) -> Callable[[Callable[[dict[str, Any]], T]], Callable[..., T]]:
     """Makes a function that reads a table from one that parses it.
 
-    The function takes a path, None for the file in db, and keeps its result. It raises BadValueError if the
-    table is damaged.
+    The function takes a path, by default that of the file in db, and keeps its result. It raises BadValueError
+    if the table is damaged.
     """
 
-    def of_parser(parse: Callable[[dict[str, Any]], T]) -> Callable[[Path | None], T]:
+    def of_parser(parse: Callable[[dict[str, Any]], T]) -> Callable[..., T]:
         @cache
-        def read(path: Path | None) -> T:
+        def read(path: Path | None = None) -> T:
             import tomllib  # here, so that only programs with such products pay for the import
 
             path = path or data_path("db", name)
