@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-#: Torch's names of the dtypes that kernels read and write, without ``torch.``.
-TORCHS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "float8_e4m3fn"}
+#: Torch's names of element types, without ``torch.``.
+TORCHS = {
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2", "int8": "int8", "int32": "int32",
+}  # fmt: skip
 #: Bytes of one access by TMA, and of the widest vector.
 UNIT_BYTES = 16
 #: Extents must stay below this, and so must strides that a kernel has as int32.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.epilogue import Operand, operand_dtype
 from tunegemm.describe.problem import DTYPE_BYTES, Problem, operand_dtypes
+from tunegemm.generate.takes import TORCHS
 
 if TYPE_CHECKING:
     import torch
@@ -137,11 +138,8 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of an element type, such as `bf16`."""
     import torch
 
-    return {
-        "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32,
-        "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8,
-        "int32": torch.int32,
-    }[name]  # fmt: skip
+    dtype: torch.dtype = getattr(torch, TORCHS[name])
+    return dtype
 
 
 def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:

@@ -16,8 +16,8 @@ T = TypeVar("T")
 def reader_of(name: str) -> Callable[[Callable[[dict[str, Any]], T]], Callable[..., T]]:
     """Makes a function that reads a table from one that parses it.
 
-    The function takes a path, by default that of the file in db, and keeps its result. It raises BadValueError
-    if the table is damaged.
+    The function takes a path, by default that of the file in db, and keeps its result. It raises
+    BadValueError if the table is damaged.
     """
 
     def of_parser(parse: Callable[[dict[str, Any]], T]) -> Callable[..., T]:

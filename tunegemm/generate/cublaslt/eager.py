@@ -18,11 +18,10 @@ from tunegemm.generate.cublaslt.products import (
     with_tf32,
 )
 from tunegemm.generate.launching import Launcher
+from tunegemm.generate.takes import TORCHS
 
 #: Computes one step from the value so far and the operands by name. Writes the output, if it is not None.
 Step = Callable[[Any, dict[str, Any], Any], Any]
-
-_FP8 = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def torch_mm(problem: Problem) -> Launcher:
@@ -39,7 +38,7 @@ def torch_mm(problem: Problem) -> Launcher:
     def launch(a: Any, b: Any, out: Any, *operands: Any) -> None:
         compute(a, b, *operands, out=out)
         if writes_amax:
-            shown = out.float() if problem.out_dtype in _FP8 else out  # torch has no abs of fp8
+            shown = out.float() if out.dtype.itemsize == 1 else out  # torch has no abs of fp8
             operands[-1].copy_(shown.abs().amax())
 
     return with_tf32(launch) if problem.in_dtype == "tf32" else launch
@@ -104,8 +103,8 @@ def composed(problem: Problem) -> Callable[..., Any]:
     if fused.function is not None:
         own = _working_dtype(problem)
         rest = [lambda x, given, out: _into(out, fused.reference(x, given).to(own))]
-    if rest and problem.out_dtype in _FP8:
-        rest.append(lambda x, given, out: _into(out, x.to(getattr(torch, _FP8[problem.out_dtype]))))
+    if rest and problem.out_dtype.startswith("fp8"):
+        rest.append(lambda x, given, out: _into(out, x.to(getattr(torch, TORCHS[problem.out_dtype]))))
 
     def compute(a: Any, b: Any, *operands: Any, out: Any = None) -> Any:
         given = dict(zip(names, operands, strict=True))
