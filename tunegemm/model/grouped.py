@@ -16,7 +16,7 @@ from tunegemm.describe.space import Candidate, Value
 from tunegemm.generate import along_k, drawn, grouped, parted
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.drawn.config import DrawnConfig
-from tunegemm.generate.generator import Kernels
+from tunegemm.generate.generator import Kernels, fields_of
 from tunegemm.generate.grouped.config import GroupedConfig
 from tunegemm.generate.grouped.rules import config_from
 from tunegemm.generate.parted.config import PartedConfig
@@ -178,7 +178,7 @@ class _Kind(NamedTuple):
         rest = dict(parameters)
         parts, draws = rest.pop("parts", 1), rest.pop("drawn", False)
         config = config_from(rest, dtype=self.dtype, gate=self.gate, major=self.major)
-        fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+        fields = fields_of(config)
         if parts > 1:
             return PartedConfig(**fields, parts=parts)
         return DrawnConfig(**fields | {"tile_scheduler": "dynamic"}) if draws else config
