@@ -253,7 +253,7 @@ class Search:
 
 
 class Portfolio:
-    """Runs the searches of a problem's families as one search, with the `ask` and `tell` of `Search`.
+    """Runs the searches of a problem's families as one search, with the methods of `Search`.
 
     The first search is of the family that is expected to win. Every family first tries its model's best
     kernels. Then the first search runs to its end, and the families that came near the best continue with
@@ -280,21 +280,17 @@ class Portfolio:
 
     @property
     def stage(self) -> StageName:
-        """The stage of the candidate asked for last; ``done`` when there are no more."""
         return self._current.stage if self._current is not None else "done"
 
     def stage_of(self, candidate: Candidate) -> StageName:
-        """In which stage a candidate was asked for."""
         search = self._by_family.get(candidate.family)
         return search.stage_of(candidate) if search is not None else "library"
 
     def planned_screen(self) -> list[Candidate]:
-        """The candidates that will be asked for whatever the results, in order; to compile ahead."""
         planned = [c for search in self.searches[1:] for c in search.planned_screen()[: _first_round(search)]]
         return planned + [c for search in self.searches[:1] for c in search.planned_screen()]
 
     def planned_launches(self) -> list[Candidate]:
-        """Return `Search.planned_launches` of the search in progress."""
         return self._current.planned_launches() if self._current is not None else []
 
     def ask(self, count: int = 24) -> list[Candidate]:

@@ -12,13 +12,7 @@ from typing import Any
 
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.cute_object import dsl_version
-from tunegemm.describe.device import (
-    Device,
-    Fingerprint,
-    cuda_device_count,
-    find_device,
-    package_version,
-)
+from tunegemm.describe.device import Fingerprint, cuda_device_count, find_device, package_version
 from tunegemm.errors import PackError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
@@ -131,10 +125,8 @@ def unfit(record: Record) -> str:
     """Why a record's candidate cannot become a kernel; empty if it can."""
     if is_torch(record.candidate):
         return ""
-    try:
-        device = _device(record.fingerprint)
-    except PackError as error:
-        return str(error)
+    if (device := device_of(record.fingerprint)) is None:
+        return _unknown(record.fingerprint)
     if wrong := record_objection(record):
         return wrong
     # A kernel that runs but was excluded for its speed is not refused.
@@ -153,14 +145,13 @@ def _key(record: Record) -> Key:
     family = families.get(record.candidate.family)
     if not family.compiled:
         return {}
-    return family.kernel_key(record.problem, record.candidate, _device(record.fingerprint))
+    if (device := device_of(record.fingerprint)) is None:
+        raise PackError(_unknown(record.fingerprint))
+    return family.kernel_key(record.problem, record.candidate, device)
 
 
-def _device(fingerprint: Fingerprint) -> Device:
-    """The measured device. Raises PackError for an unknown architecture."""
-    if (device := device_of(fingerprint)) is None:
-        raise PackError(f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here")
-    return device
+def _unknown(fingerprint: Fingerprint) -> str:
+    return f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here"
 
 
 def copy(staged: ArtifactStore, key: Key, artifact: Artifact) -> None:

@@ -48,7 +48,9 @@ class Studies:
                 f"study {shown(location)}: {reason}; give a file, or a URL as sqlite:///study.db"
             )
         self.location = str(location)
-        self._storage = _opened(self.location, database or resolve(project_location() or user_location()))
+        with translated(self.location):
+            own = database or resolve(project_location() or user_location())
+            self._storage = _opened(self.location, own)
         self._studies: dict[str, optuna.Study] = {}
         self._copied: dict[str, set[int]] = {}
         self._known: dict[str, set[str]] = {}
@@ -148,73 +150,58 @@ def translated(location: str) -> Iterator[None]:
 
 
 def _opened(location: str, database: Path | URL) -> Any:
-    import optuna
-    from optuna.storages.journal import JournalFileBackend
-
-    with translated(location):
-        if "://" in location:
-            return _of_url(location, database)
-        _check_file(Path(location), database)
-        return optuna.storages.JournalStorage(JournalFileBackend(str(Path(location))))
-
-
-def _of_url(location: str, database: Path | URL) -> Any:
+    """Optuna's storage for a location. Raises StudyError for a tuning database and for what is no storage."""
     import optuna
     import sqlalchemy
+    from optuna.storages.journal import JournalFileBackend
 
     from tunegemm.store.connection import is_same
 
-    url = sqlalchemy.make_url(location)
-    is_sqlite = url.get_backend_name() == "sqlite"
-    if is_sqlite:
-        if not url.database or url.database == ":memory:":
-            raise StudyError(f"study {_hidden(location)}: in memory it is lost at exit; give sqlite:///FILE")
-        _refuse_same(Path(url.database), database, location)
-        _refuse_other(Path(url.database), location)
-    elif is_same(url, database):
-        raise StudyError(_refusal(location))
-    arguments = {"connect_args": {"timeout": LOCKED_S}} if is_sqlite else {}
-    if (not is_sqlite or Path(str(url.database)).exists()) and _is_ours(url, **arguments):
-        raise StudyError(_refusal(location))
+    named = f"study {_hidden(location)}"
+    ours = StudyError(f"{named}: it is a tuning database, which Optuna must not share; give another file")
+    url = sqlalchemy.make_url(location) if "://" in location else None
+    if url is not None and url.get_backend_name() != "sqlite":
+        if is_same(url, database) or _is_ours(url):
+            raise ours
+        return optuna.storages.RDBStorage(location)
+    if url is not None and url.database in (None, "", ":memory:"):
+        raise StudyError(f"{named}: in memory it is lost at exit; give sqlite:///FILE")
+    path = Path(location if url is None else str(url.database))
+    if isinstance(database, Path) and path.resolve() == database.resolve():
+        raise ours
+    try:
+        if path.exists() and (result := kind(path.stat().st_mode)) is not None:  # a pipe could block
+            raise StudyError(f"{named}: {result}; give a file{' in it' if result == 'a folder' else ''}")
+        if url is None:
+            _check_journal(path, ours)
+            return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
+    except OSError as error:
+        raise StudyError(f"{named} cannot be written ({error.strerror}); give another file") from None
+    arguments = {"connect_args": {"timeout": LOCKED_S}}
+    if path.exists() and _is_ours(url, **arguments):
+        raise ours
     return optuna.storages.RDBStorage(location, engine_kwargs=arguments)
 
 
-def _check_file(path: Path, database: Path | URL) -> None:
-    """Check a file. Raises StudyError if it is no journal, or cannot be written."""
+def _check_journal(path: Path, ours: StudyError) -> None:
+    """Raises `ours` for a tuning database, StudyError for another file that is no journal, and OSError if it
+    cannot be written."""
     import sqlalchemy
 
-    _refuse_same(path, database, str(path))
-    try:
-        _refuse_other(path, str(path))
-        if path.exists():
-            with path.open("rb") as file:
-                head = file.read(64)
-        else:
-            head = b""
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if head.startswith(b"SQLite format 3"):
-            with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):  # a damaged one
-                if _is_ours(sqlalchemy.URL.create("sqlite", database=str(path))):
-                    raise StudyError(_refusal(path))
-            raise StudyError(f"study {path}: an SQLite file; give it as sqlite:///{path}")
-        if head and not (head.startswith(b"{") and b'"op_code"' in head):  # Optuna appends to any file
-            raise StudyError(f"study {path}: not an Optuna journal; give another file")
-        with path.open("ab"):
-            pass  # it can be written; Optuna waits for its lock, and ends one that nobody holds
-    except OSError as error:
-        raise StudyError(f"study {path} cannot be written ({error.strerror}); give another file") from None
-
-
-def _refuse_other(path: Path, location: str) -> None:
-    """Raises StudyError for a folder, and for a pipe or a device, which could block when opened."""
-    if (result := kind(path.stat().st_mode) if path.exists() else None) is not None:
-        remedy = "a file in it" if result == "a folder" else "a file"
-        raise StudyError(f"study {_hidden(location)}: {result}; give {remedy}")
-
-
-def _refuse_same(path: Path, database: Path | URL, location: str) -> None:
-    if isinstance(database, Path) and path.resolve() == database.resolve():
-        raise StudyError(_refusal(location))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = b""
+    if path.exists():
+        with path.open("rb") as file:
+            head = file.read(64)
+    if head.startswith(b"SQLite format 3"):
+        with contextlib.suppress(sqlalchemy.exc.SQLAlchemyError):  # a damaged one
+            if _is_ours(sqlalchemy.URL.create("sqlite", database=str(path))):
+                raise ours
+        raise StudyError(f"study {path}: an SQLite file; give it as sqlite:///{path}")
+    if head and not (head.startswith(b"{") and b'"op_code"' in head):  # Optuna appends to any file
+        raise StudyError(f"study {path}: not an Optuna journal; give another file")
+    with path.open("ab"):
+        pass  # it can be written; Optuna waits for its lock, and ends one that nobody holds
 
 
 def _is_ours(url: URL, **arguments: Any) -> bool:
@@ -226,11 +213,6 @@ def _is_ours(url: URL, **arguments: Any) -> bool:
         return set(sqlalchemy.inspect(engine).get_table_names()) >= _OURS
     finally:
         engine.dispose()
-
-
-def _refusal(location: str | Path) -> str:
-    named = _hidden(str(location))
-    return f"study {named}: it is a tuning database, which Optuna must not share; give another file"
 
 
 def _hidden(location: str) -> str:

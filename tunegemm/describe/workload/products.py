@@ -24,7 +24,8 @@ _LONGEST_WORD = 65_536
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """One kind of product, of any dtype and strides, without its counts."""
+    """One kind of product, of any dtype and strides, without its counts. What has no description is as in a
+    `Problem`, but a major is empty if neither mode is contiguous."""
 
     m: int
     n: int
@@ -33,15 +34,10 @@ class Kind:
     in_dtype: str
     """Element type of A and B: one of `describe.problem.DTYPE_BYTES`, or torch's name for others."""
     out_dtype: str
-    """Element type of D."""
     a_major: str
-    """Contiguous mode of A: ``k`` or ``m``; empty when neither is."""
     b_major: str
-    """Contiguous mode of B: ``k`` or ``n``; empty when neither is."""
     out_major: str
-    """Contiguous mode of D: ``n`` or ``m``; empty when neither is."""
     alignment: int
-    """Bytes, at most 16, that divide the addresses of A and B and the steps between their lines."""
     op: str = "mm"
     """ATen's name of the operator, such as ``addmm``."""
     bias: str = "none"
@@ -51,13 +47,10 @@ class Kind:
     device: str = "cuda"
     """Device it ran on: ``cuda`` or ``cpu``."""
     epilogue: str = ""
-    """The steps that the same call applies to the product, as a problem's epilogue."""
     accumulation: str = "fast"
-    """How the call wants sums over k computed: one of `describe.problem.ACCUMULATIONS`."""
     refusal: str = ""
     """Why torch computes it, whatever is tuned; empty if a kernel may."""
     groups: int = 0
-    """Number of groups that divide the m rows, each with its own B; 0 without groups."""
 
     def __post_init__(self) -> None:
         # Files from before 2026-11-26 have only `bias` and `activation`.
