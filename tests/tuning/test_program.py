@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from tunegemm.describe.workload import Demand
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Measurement
 from tunegemm.tuning import program as spending
+from tunegemm.tuning.cluster import Seat
 from tunegemm.tuning.program import by_headroom, spend
 from tunegemm.tuning.progress import Request, TuneResult
 
@@ -112,3 +114,14 @@ def test_a_winner_within_the_noise_saves_nothing_not_less(clock: list[float]) ->
     tuner = Scripted({BIG: 0.99}, clock)
     (tuned,) = spend(tuner, by_headroom([Demand(BIG, 5)], H200))
     assert tuned.saving_s == 0.0
+
+
+@pytest.mark.parametrize(("deadline", "left_s"), [(math.inf, 20.0), (50.0, 5.0), (45.0, None)])
+def test_only_a_shared_budget_passes_while_a_request_waits_for_its_gpu(
+    clock: list[float], deadline: float, left_s: float | None
+) -> None:
+    seat = Seat(None, Request(SMALL, budget_seconds=20.0, deadline=deadline))
+    clock[0] = 45.0
+    taken = seat.take()
+    assert (taken and taken.budget_seconds) == left_s
+    assert seat.take() is None

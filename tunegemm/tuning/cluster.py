@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import socket
 import threading
@@ -102,18 +103,13 @@ class Seat:
 
     worker: Any
     reserved: Request | None = None
-    since: float = 0.0
-    """The time of the reservation, by time.monotonic()."""
-
-    def reserve(self, request: Request | None) -> None:
-        self.reserved, self.since = request, time.monotonic()
 
     def take(self) -> Request | None:
-        """Return the reserved request with its remaining budget; None without a request or budget."""
+        """Return the reserved request, with what is left of a shared budget; None without either."""
         request, self.reserved = self.reserved, None
-        if request is None or request.budget_seconds is None:
+        if request is None or request.deadline == math.inf:
             return request
-        left_s = request.budget_seconds - (time.monotonic() - self.since)
+        left_s = request.deadline - time.monotonic()
         return replace(request, budget_seconds=left_s) if left_s > 0 else None
 
 
@@ -190,7 +186,7 @@ class Pool:
             begun.append((self._idle.pop(0), request))
         for seat, request in begun:
             if seat.reserved is None:
-                seat.reserve(next(waiting, None))
+                seat.reserved = next(waiting, None)
             following = seat.reserved.problem if seat.reserved is not None else None
             tuning = seat.worker.tune.remote(replace(request, following=following))
             self._tunings[tuning] = seat, request

@@ -118,7 +118,7 @@ def spend(
                     return
                 limit_s = left_s if budget_seconds is not None else None
                 later = ordered[place + 1].demand.problem if place + 1 < len(ordered) else None
-                yield Request(tuned.demand.problem, each, trials, limit_s, later)
+                yield Request(tuned.demand.problem, each, trials, limit_s, later, deadline)
 
         for result in tuning.tune_all(requests(), on_progress):
             problem, interrupted = result.problem, interrupted or result.interrupted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Request:
     """Most time; None for no limit."""
     following: Problem | None = None
     """The problem that probably follows; its kernels are compiled meanwhile."""
+    deadline: float = math.inf
+    """When the budget ends that it shares with other requests, by the caller's time.monotonic()."""
 
 
 @contextmanager

@@ -259,8 +259,11 @@ class Tuner:
 
         While one problem is measured, the kernels of the next are compiled.
         """
-        for request in requests:
-            result = self.tune(**vars(request), on_progress=on_progress)
+        for asked in requests:
+            result = self.tune(
+                asked.problem, effort=asked.effort, trials=asked.trials, following=asked.following,
+                budget_seconds=asked.budget_seconds, on_progress=on_progress,
+            )  # fmt: skip
             yield result
             if result.interrupted:
                 return
