@@ -135,12 +135,11 @@ def upgrade_command(
 ) -> None:
     """Upgrade databases of older releases to this release's schema, without loss."""
     from tunegemm.store import Database
-    from tunegemm.store.connection import display
 
     for location in databases:
         arguments.require_database(location)
         with Database.open(location) as database:
-            printing.say(f"{display(database.location)}: up to date")
+            printing.say(f"{database.name}: up to date")
 
 
 @app.command("layers")

@@ -174,7 +174,6 @@ def require_kernels(tuner: Tuner, problems: Sequence[Problem]) -> None:
 def show(session: Session, result: TuneResult) -> None:
     """Prints one shape's result in the requested format."""
     from tunegemm.cli import results
-    from tunegemm.store.connection import display
 
     output = session.output
     if output.as_json:
@@ -183,7 +182,7 @@ def show(session: Session, result: TuneResult) -> None:
         # Nothing was tried: print the reason, also beside a JSON document.
         printing.say(f"tunegemm: {result.note}", err=True)
         return
-    where = display(session.database.location) if session.database is not None else ""
+    where = session.database.name if session.database is not None else ""
     if output.quiet:
         if result.best is None and not result.predictions and (failed := results.failure_line(result)):
             printing.say(f"tunegemm: {failed}", err=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -128,8 +129,7 @@ class CompilePool:
         self.store, self._shipped = store, shipped
         self.workers = workers or default_workers()
         self._timeout_s = timeout_s
-        self._families_module = families_module
-        self._low_priority = low_priority
+        self._new_worker = functools.partial(_Worker, families_module, low_priority=low_priority)
         # The most urgent first, then as they came. A job that became urgent is in it twice, and done once.
         self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
         self._order = itertools.count()
@@ -305,9 +305,6 @@ class CompilePool:
             worker = self._new_worker()
             self._all.add(worker)
         return worker
-
-    def _new_worker(self) -> _Worker:
-        return _Worker(self._families_module, low_priority=self._low_priority)
 
 
 def _refusal(resources: Resources) -> str:

@@ -167,10 +167,8 @@ def from_database(
     TunegemmError if nothing fits; the message names what there is.
     """
     from tunegemm.store import queries
-    from tunegemm.store.connection import display
 
-    place = display(database.location)
-    names = queries.device_names(database)
+    place, names = database.name, queries.device_names(database)
     name = queries.latest_device(database) if device is None else named_device(device, names)
     if name is None:
         raise TunegemmError(

@@ -238,7 +238,7 @@ class Database:
         Raises DatabaseError for a database that was opened read-only, and for a driver's error.
         """
         if self.read_only:
-            raise DatabaseError(f"{display(self.location)}: opened read-only; open it for writing to publish")
+            raise DatabaseError(f"{self.name}: opened read-only; open it for writing to publish")
         with translated(self.location), writer(self.engine).begin() as connection:
             yield connection
 
