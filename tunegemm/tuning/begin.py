@@ -91,7 +91,8 @@ def start_search(
             return launch in swept
         if compiled is not None and not kernels.is_compiled(problem, launch, compiled):
             return False
-        return kernels.is_worth_a_trial(problem, launch)
+        # A redundant launch equals another of its kernel.
+        return kernels.is_feasible(problem, launch) and not model.is_redundant_launch(problem, launch, device)
 
     searches: list[Search] = []
     for name, ranking, ranked in ranked_families(

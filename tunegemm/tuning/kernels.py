@@ -99,12 +99,6 @@ class Kernels:
         """Return whether the candidate can compile and launch here, or why not."""
         return families.get(candidate.family).check(problem, candidate, self.device)
 
-    def is_worth_a_trial(self, problem: Problem, launch: Candidate) -> bool:
-        """Whether the launch is feasible and differs from every other of its kernel."""
-        return self.is_feasible(problem, launch) and not model.is_redundant_launch(
-            problem, launch, self.device
-        )
-
     def usable(self, stored: Candidate) -> Candidate | None:
         """Return a generator's stored candidate, completed with parameters that its family got later; None if
         the family cannot read it, because the row is damaged or from another version.

@@ -132,10 +132,6 @@ class Tuner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the workers; all measurements are stored already."""
         self.ahead.close()
         self._resources.close()  # the measuring worker, too, which another thread may be waiting for
         self._library.shutdown()
