@@ -1,9 +1,8 @@
 """One time budget for all products of a program, spent on the products that cost the program most.
 
 First a quick pass tunes each problem; then, if times are measured, a full pass. Each pass takes the problem
-with
-the most headroom next: the number of calls times the time of a call above the roofline. A quick pass finds
-nearly all the gain, so the second pass of a large problem comes after the first pass of a small one.
+with the most headroom next: the number of calls times the time of a call above the roofline. A quick pass
+finds nearly all the gain, so the second pass of a large problem comes after the first pass of a small one.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tunegemm.describe.device import USUAL_EFFICIENCY, Device
 from tunegemm.describe.workload import Demand
+from tunegemm.measure.outcome import Measurement
 from tunegemm.search.efforts import Effort, checked_seconds
 from tunegemm.tuning.progress import Progress, Request, TuneResult
 
@@ -38,9 +38,8 @@ class TunedDemand:
     @property
     def before_us(self) -> float:
         """torch's time per call: in the final race, else as recorded, else estimated from the roofline."""
-        if self._raced:
-            assert self.result is not None and self.result.best is not None
-            return self.result.best.baseline_median_us
+        if self._race is not None:
+            return self._race.baseline_median_us
         if self.demand.call_us is not None:
             return self.demand.call_us
         return self.floor_us / USUAL_EFFICIENCY
@@ -48,16 +47,14 @@ class TunedDemand:
     @property
     def after_us(self) -> float | None:
         """Time per call of the tuned kernel, comparable with `before_us`; None if nothing was timed."""
-        if not self._raced:
-            return None
-        assert self.result is not None and self.result.best is not None
         # By the ratio of the pairs, which also chooses the record.
-        return self.before_us / max(self.result.best.ratio, 1.0)
+        return self.before_us / max(self._race.ratio, 1.0) if self._race is not None else None
 
     @property
-    def _raced(self) -> bool:
+    def _race(self) -> Measurement | None:
+        """The best of the last pass, if torch was timed beside it."""
         best = self.result.best if self.result is not None else None
-        return best is not None and bool(best.baseline_us)
+        return best if best is not None and best.baseline_us else None
 
     @property
     def total_s(self) -> float:
