@@ -105,19 +105,9 @@ class Kernels:
         """
         if stored.family not in self.generators:
             return None
-        space, candidate = self.space(stored.family), families.completed(stored)
-        compiled, launched = dict(candidate.compile_params), dict(candidate.launch_params)
-        complete = compiled.keys() == space.compile_values.keys() and (
-            not launched or launched.keys() == space.launch_values.keys()
-        )
-        values = {**compiled, **launched}.items()
-        if (
-            not complete
-            or not self._is_wanted(candidate)
-            or any(families.expected(stored.family, name, value) for name, value in values)
-        ):
-            return None
-        return candidate
+        candidate = families.completed(stored)
+        is_sound = not families.wrong_parameter(candidate) and self._is_wanted(candidate)
+        return candidate if is_sound else None
 
     def ranked(
         self,
