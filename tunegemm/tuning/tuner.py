@@ -1,8 +1,8 @@
 """Tuning one problem: `Tuner.tune` is the whole story, from a search's first candidate to the record.
 
-Its helpers, in the order of its steps: `begin` (known results, seeds, kernels in the model's order), `ahead`
-(compiling before a request), `search` (the next candidates), `run` (compile, measure, publish) and `final`
-(the race that chooses the record). They exchange plain data.
+Its helpers, in the order of its steps: `begin` (known results, seeds, kernels in the model's order, compiling
+before a request), `search` (the next candidates) and `run` (compile, measure, publish, and the race that
+chooses the record). They exchange plain data.
 """
 
 from __future__ import annotations
