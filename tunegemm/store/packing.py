@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.cute_object import dsl_version
@@ -23,9 +22,6 @@ from tunegemm.store.provided import Provided, provide_grouped, provide_keys  # n
 from tunegemm.store.record import Record
 from tunegemm.store.shipped import write_records
 from tunegemm.store.validity import Judgement, judge_stored
-
-#: Compilers of objects: fields of the fingerprint, and their packages.
-_COMPILERS = {"cutlass_dsl": "nvidia-cutlass-dsl", "triton": "triton"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +49,9 @@ def pack(
     """
     left_out: Counter[str] = Counter()
     usable = []
+    dsl, triton = package_version("nvidia-cutlass-dsl"), package_version("triton")
     for record in distinct(records):
-        here = dataclasses.replace(record.fingerprint, **_versions())
+        here = dataclasses.replace(record.fingerprint, cutlass_dsl=dsl, triton=triton)
         # As if it had no kernel yet, wherever it is from.
         judgement = judge_stored(dataclasses.replace(record, layer=""), here)
         if reason := (unfit(record) if judgement.usable else judgement.reason):
@@ -88,11 +85,7 @@ def pack(
 
 def toolchain() -> dict[str, str]:
     """The compilers here, by their names in kernel keys."""
-    return _versions() | {"cutlass_dsl": dsl_version()}
-
-
-def _versions() -> dict[str, Any]:
-    return {name: package_version(package) for name, package in _COMPILERS.items()}
+    return {"cutlass_dsl": dsl_version(), "triton": package_version("triton")}
 
 
 def provide(
