@@ -252,6 +252,7 @@ def test_devices_without_a_name() -> None:
         (("--from", "x.json"), "--from x.json: works with --predicted only; select records with --shape"),
         (("--predicted", *SHAPE, "--device", "replay:h200"), "measures nothing, and this needs measurements"),
         (("--predicted", *SHAPE, "--device", "cuda:77"), "device 'cuda:77': "),
+        (("--predicted", "--shape", "{8,16}x64x64", "--device", "replay:h200"), "measures nothing"),
     ],
 )
 def test_verifying_predictions(arguments: tuple[str, ...], named: str) -> None:

@@ -53,7 +53,7 @@ def command(
             raise arguments.UsageError(
                 "--predicted: name products by either --shape 8x9216x4608 or --from shapes.json"
             )
-        named = [Problem.parse(text) for text in shape or ()]
+        named = [Problem.parse(text) for text in arguments.expanded(shape)]
         demands, refused = read(*from_files) if from_files else ([], [])
         named += [demand.problem for demand in demands]
         printing.say(*(f"left out: {line}" for line in refused), err=True)
