@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tunegemm.cli import arguments, printing
 from tunegemm.cli.options import DatabaseLocation, count_option, option
@@ -12,9 +12,6 @@ from tunegemm.describe.device import cuda_device_count
 from tunegemm.errors import TunegemmError
 from tunegemm.files import write_text
 from tunegemm.report.text import counted
-
-if TYPE_CHECKING:
-    from tunegemm.report.contents import Contents
 
 
 def command(
@@ -36,37 +33,30 @@ def command(
     """Write one self-contained HTML page: speed-ups, roofline, searches, failures, environment."""
     shapes = arguments.parse_shapes(shape)
     with printing.working("reading the records and drawing the page"):
-        contents = _write(out, shape, shapes, device, details, db)
+        from tunegemm.report.contents import from_database, from_recording
+        from tunegemm.report.html import report
+
+        if device is not None and device.startswith("replay:"):
+            from tunegemm.measure.replay import open_replay
+
+            recording = open_replay(device)
+            if db is not None:
+                raise arguments.UsageError(
+                    f"--device {device} and --db: a recording or a database; give one of them"
+                )
+            contents = from_recording(recording, shapes=shapes, detailed=details)
+        else:
+            from tunegemm.store import Database
+
+            try:
+                with Database.open(db, read_only=True) as database:
+                    contents = from_database(database, device=device, shapes=shapes, detailed=details)
+            except TunegemmError as error:
+                if device is not None or db is not None or cuda_device_count():
+                    raise
+                command = command_line("report", {"shape": shape, "device": "replay:h200"})
+                raise arguments.UsageError(f"no database here; for the recorded H200: {command}") from error
+        # The footer's command lacks a database's address, which may hold a password.
+        page = report(contents, command=command_line("report", {"shape": shape, "device": device}))
+        write_text(out, page, arguments.UsageError)
     printing.say(f"{out}: {counted(len(contents.winners), 'shape')}. {contents.origin}")
-
-
-def _write(
-    out: Path, shape: list[str] | None, shapes: list[str], device: str | None, details: int, db: str | None
-) -> Contents:
-    from tunegemm.report.contents import from_database, from_recording
-    from tunegemm.report.html import report
-
-    if device is not None and device.startswith("replay:"):
-        from tunegemm.measure.replay import open_replay
-
-        recording = open_replay(device)
-        if db is not None:
-            raise arguments.UsageError(
-                f"--device {device} and --db: a recording or a database; give one of them"
-            )
-        contents = from_recording(recording, shapes=shapes, detailed=details)
-    else:
-        from tunegemm.store import Database
-
-        try:
-            with Database.open(db, read_only=True) as database:
-                contents = from_database(database, device=device, shapes=shapes, detailed=details)
-        except TunegemmError as error:
-            if device is not None or db is not None or cuda_device_count():
-                raise
-            command = command_line("report", {"shape": shape, "device": "replay:h200"})
-            raise arguments.UsageError(f"no database here; for the recorded H200: {command}") from error
-    # In the page's footer stands the command without a database's address, which may hold a password.
-    page = report(contents, command=command_line("report", {"shape": shape, "device": device}))
-    write_text(out, page, arguments.UsageError)
-    return contents
