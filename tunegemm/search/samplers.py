@@ -52,36 +52,32 @@ def sampler_of(sampler: Sampler | None, *, seed: int) -> optuna.samplers.BaseSam
     module, _, name = path.partition(":")
     if not module or not name.isidentifier():
         raise SpaceError(f"sampler {shown(sampler)}: use {', '.join(NAMES)} or package.module:Class")
-    return _made(_class(sampler, module, name), sampler, seed)
+    return _made(sampler, module, name, seed)
 
 
-def _class(sampler: str, module: str, name: str) -> Any:
+def _made(sampler: str, module: str, name: str, seed: int) -> optuna.samplers.BaseSampler:
     from optuna.samplers import BaseSampler
 
     try:
-        result = getattr(importlib.import_module(module), name, None)
+        maker: Any = getattr(importlib.import_module(module), name, None)
     except Exception as error:  # the user's module may raise anything
         raise SpaceError(
             f"sampler {shown(sampler)}: importing {module} fails ({one_line(error, 150)}); "
             "it must be on the path (PYTHONPATH)"
         ) from None
-    if result is None:
+    if maker is None:
         raise SpaceError(f"sampler {shown(sampler)}: {module} has no {name}")
-    if not (inspect.isclass(result) and issubclass(result, BaseSampler)):
+    is_sampler = inspect.isclass(maker) and issubclass(maker, BaseSampler)
+    if not is_sampler:
         raise SpaceError(
             f"sampler {shown(sampler)}: {name} is not a sampler; give a subclass of Optuna's BaseSampler"
         )
-    return result
-
-
-def _made(maker: Any, sampler: str, seed: int) -> optuna.samplers.BaseSampler:
     try:
         takes_seed = "seed" in inspect.signature(maker).parameters
         with quiet_optuna():
-            made = maker(seed=seed) if takes_seed else maker()
+            return maker(seed=seed) if takes_seed else maker()
     except Exception as error:  # a user's class may raise anything or be abstract
         raise SpaceError(
             f"sampler {shown(sampler)} cannot be created: {one_line(error, 150)}; "
             "create it in Python: tunegemm.tune(sampler=...)"
         ) from None
-    return made
