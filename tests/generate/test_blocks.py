@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +260,33 @@ def test_of_one_line_a_launch_says_the_packed_stride(seen: Seen, h200: Device, r
         given = seen.pop()
         assert [given["lda"], given["ldb"]] == (strides[::-1] if config.few else strides)
         assert given["ldd"] == (n if rows == 1 else 208)
+
+
+def test_products_of_scales_that_may_multiply_at_once_are_in_the_range_of_fp32() -> None:
+    """Zeros, infinities and NaN are multiplied one after the other."""
+    pytest.importorskip("cutlass")
+    from tunegemm.generate.blocks.kernel_many import LARGEST, SMALLEST, extremes
+
+    def at_once(rows: list[float], weights: list[float]) -> bool:
+        (least, most), (least_weight, most_weight) = (
+            extremes([struct.unpack("<I", struct.pack("<f", each))[0] for each in those])
+            for those in (rows, weights)
+        )
+        return bool(least + least_weight >= SMALLEST and most + most_weight <= LARGEST)
+
+    chance, counts = random.Random(5), {True: 0, False: 0}
+    for _ in range(4000):
+        rows, weights = (
+            [chance.choice((-1, 1)) * 2.0 ** chance.uniform(-120, 120) for _ in range(count)]
+            for count in (2, 1)
+        )
+        products = [abs(row * weight) for row in rows for weight in weights]
+        found = at_once(rows, weights)
+        counts[found] += 1
+        if found:
+            assert min(products) > 2.0**-101 and max(products) < 2.0**101
+        else:
+            assert min(products) < 2.0**-99 or max(products) > 2.0**99
+    assert min(counts.values()) > 400
+    assert at_once([1.0, 2.0**-60], [2.0**-40]) and not at_once([1.0, 2.0**-61], [2.0**-41])
+    assert not any(at_once([1.0, each], [1.0]) for each in (0.0, math.inf, -math.inf, math.nan, 2.0**-130))
