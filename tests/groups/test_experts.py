@@ -201,6 +201,19 @@ def test_autocast_casts_no_step_of_a_layer(tokens: int) -> None:
     assert "_grouped_mm" in asked and not asked & {"mv", "addmv", "mm", "addmm", "bmm", "matmul"}
 
 
+def test_gradients_under_autocast_to_the_other_dtype() -> None:
+    """On a CPU it refuses some functions of operands that are neither of its dtype nor fp32."""
+    found = []
+    for on in (False, True):
+        given = layer(dtype=torch.float16)
+        given["x"].requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            result = tunegemm.experts(**given)
+        result.float().sum().backward()
+        found.append((result, given["x"].grad))
+    torch.testing.assert_close(*found)
+
+
 def test_numbers_are_kept_where_nothing_looks_on() -> None:
     kept = gated_experts.kept
     kept.clear()

@@ -301,7 +301,7 @@ def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, 
     """Weight rows in the experts' order and add them up for each token, in fp32."""
     if torch.compiler.is_compiling() or is_transformed() or grouped.has_gradient(result, weights):
         # The gradient of `index_copy` is a lookup; the gradient of a lookup would have to add rows up.
-        of_tokens = torch.empty_like(result).index_copy(0, order, result).view(*weights.shape, -1)
+        of_tokens = torch.empty_like(result).index_copy_(0, order, result).view(*weights.shape, -1)
         # Of weights in another order, torch (2.13) traces a gradient that cannot be viewed.
         return (of_tokens * weights.contiguous().unsqueeze(-1)).sum(dim=1)
     tokens, chosen = weights.shape
