@@ -286,17 +286,45 @@ def _detached(m: Own, x: torch.Tensor) -> torch.Tensor:
     return doubled
 
 
-@pytest.mark.parametrize("spell", [_turned, _detached])
-def test_a_tensor_whose_facts_change_later_has_those_of_the_end(spell: Callable[..., torch.Tensor]) -> None:
-    """Its node has no others: a weight that was turned, a result that has no gradient any more."""
-    model, x = made(Own(spell)), given()
+def _viewed_before(m: Own, x: torch.Tensor) -> torch.Tensor:
+    weight = (m.c.weight * 1).view(WIDTH, WIDTH)
+    first = x @ weight
+    weight.t_()
+    return first + 1
+
+
+@pytest.mark.parametrize(
+    ("spell", "others"), [(_turned, {"linear": 1}), (_detached, {}), (_viewed_before, {"product": 0})]
+)
+def test_a_tensor_whose_facts_change_later_has_those_of_the_end(
+    spell: Callable[..., torch.Tensor], others: dict[str, int]
+) -> None:
+    """Its node has no others: a weight that was turned, a result that has no gradient any more. What else
+    the graph computes is fused."""
+
+    def forward(m: Own, x: torch.Tensor) -> torch.Tensor:
+        return spell(m, x) + (silu(m.a(x)) * m.b(x))[..., :WIDTH]
+
+    model, x = made(Own(forward)), given()
     run, found = compiled(model)
     for grad in (False, True, True):
         with torch.set_grad_enabled(grad):
             expected, result = model(x), run(x)
         close(result, expected)
         assert result.requires_grad == expected.requires_grad
-    assert not found
+    assert +found == +Counter({"gate": 1, **others})
+
+
+VIEWS = {
+    "as_strided": lambda y: torch.ops.aten.as_strided.default(y, (16, INNER), (INNER, 1)),
+    "view": lambda y: torch.ops.aten.view.default(y, (16, INNER)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_operators_by_their_overloads_are_known_by_their_names(name: str) -> None:
+    model, x = made(Own(lambda m, x: VIEWS[name](m.a(x)) * 2 + m.b(x).view(16, INNER))), given()
+    assert counts_of(model, x)["several"] == (name == "view")
 
 
 def test_a_buffer_that_is_written_to_in_between_forbids_it() -> None:

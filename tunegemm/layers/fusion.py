@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import DTYPES
-from tunegemm.layers.graph import TURNED, Order, are_same, is_matrix, name_of, transposed_of, value
+from tunegemm.layers.graph import Order, are_same, is_matrix, mark_turned, transposed_of, value
 from tunegemm.layers.patterns import PATTERNS, Match, Pattern
 
 #: Makes the function that a match becomes; None where the graph's own operations are to stay.
@@ -26,8 +26,7 @@ def fuse(graph: Graph, make: Make = Match.made, patterns: Sequence[Pattern] | No
     its site, for graphs without a compiler. patterns: those to look for, in this order; by default all.
     """
     count: Counter[str] = Counter()
-    if any(name_of(node) in TURNED for node in graph.nodes):
-        return count
+    mark_turned(graph)
     for pattern in PATTERNS if patterns is None else patterns:
         order, gone = Order(graph), set[Node]()
         for node in [*graph.nodes]:

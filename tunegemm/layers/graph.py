@@ -40,20 +40,25 @@ _GROUPED: frozenset[Any] = frozenset((functional.grouped_mm, torch._grouped_mm))
 
 
 def value(node: Any) -> Any:
-    """The strided fake tensor that a node computes; None for other values and for tensor subclasses."""
-    if not isinstance(node, Node):
+    """The strided fake tensor that a node computes; None for other values, for tensor subclasses, and for
+    what `mark_turned` marks."""
+    if not isinstance(node, Node) or "is_turned" in node.meta:
         return None
-    result = node.meta.get("example_value", node.meta.get("val"))
+    result = _value(node)
     return result if isinstance(result, FakeTensor) and result.layout is torch.strided else None
 
 
+def _value(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def name_of(node: Node) -> str:
-    """The name of the function, method or property that a node calls; empty for other nodes."""
+    """The name of the function, operator, method or property that a node calls; empty for other nodes."""
     if node.op == "call_method":
         return str(node.target)
     if node.target is getattr:  # as Dynamo has properties
         return str(node.args[1])
-    return str(getattr(node.target, "__name__", ""))
+    return str(getattr(node.target, "__name__", "")).partition(".")[0]  # an operator's has its overload
 
 
 def calls(node: Any, name: str) -> tuple[Any, Any] | None:
@@ -130,11 +135,26 @@ def passed_on(node: Node) -> Node | None:
     return source if bound.get("training", True) is False and isinstance(source, Node) else None
 
 
-TURNED = frozenset((
+#: Names of what changes more of a tensor than its values.
+_TURNED = frozenset((
     "as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
     "transpose_", "unsqueeze_",
 ))  # fmt: skip
-"""Names of what changes more of a tensor than its values: then its node holds the facts of afterwards."""
+
+
+def mark_turned(graph: Graph) -> None:
+    """Mark the nodes of tensors that a function of `_TURNED` changes later: they hold facts of afterwards."""
+    turned = {
+        id(_value(each))
+        for node in graph.nodes
+        if name_of(node) in _TURNED
+        for each in (node, *node.all_input_nodes)
+    }
+    for node in graph.nodes:
+        if id(_value(node)) in turned:
+            node.meta["is_turned"] = True
+
+
 _NEEDS_LAYOUT = frozenset((
     "as_strided", "set_", "data_ptr", "untyped_storage", "view_as_complex", "stride", "take_along_dim",
     "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
@@ -172,14 +192,12 @@ def _serve_users(node: Node, value: Any, storage: int) -> bool:
             return False
         if any(written is node or not isinstance(written, Node) for written in writes(user)):
             return False
-        result: Any = user.meta.get("example_value", user.meta.get("val"))
+        result: Any = _value(user)
         if all(storage_of(each) != storage for each in tree_leaves(result) if isinstance(each, torch.Tensor)):
             continue
         if not user.args or user.args[0] is not node:
             return False
-        others, words = torch.fx.node.map_arg(
-            (user.args[1:], user.kwargs), lambda each: each.meta.get("example_value", each.meta.get("val"))
-        )
+        others, words = torch.fx.node.map_arg((user.args[1:], user.kwargs), _value)
         target: Any = user.target
         function: Any = getattr(value, name) if is_method else partial(target, value)
         made = function(*others, **words)
