@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import tunegemm
 from tests.groups.test_experts import EXPERTS, HIDDEN, INNER, by_loops, layer
@@ -200,6 +201,25 @@ def test_a_class_made_of_a_gate_computes_its_own(steps: Steps, tokens: int) -> N
     with torch.no_grad():
         once, twice = (tunegemm.experts(**given, activation=gate()) for gate in (Gate, Doubled))
     torch.testing.assert_close(twice, 2 * once, **BOUND)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_function_with_gradients_on_takes_the_kernels_until_a_parameter_needs_one(
+    steps: Steps, loops: Loops, trained: bool
+) -> None:
+    given, found = layer(dtype=torch.bfloat16), []
+    for call in (tunegemm.experts, by_loops):
+        scale = torch.full((INNER,), 2.0, dtype=BF16, requires_grad=trained)
+        act = lambda gate: functional.silu(gate) * scale  # noqa: B023, E731
+        own = {"activation": lambda both: act(both[:, :INNER]) * both[:, INNER:]}  # noqa: B023
+        result = call(**given, **({"act": act} if call is by_loops else own))
+        if trained:
+            result.float().square().sum().backward()
+        found.append((result.detach().float(), scale.grad))
+    assert [name.split()[0] for name in steps.calls] == ["route"] + ["combine"] * (not trained)
+    torch.testing.assert_close(*(result for result, _ in found), **BOUND)
+    if trained:
+        torch.testing.assert_close(*(grad for _, grad in found), rtol=5e-2, atol=5e-1)
 
 
 def test_what_kernels_do_not_take_is_torchs(steps: Steps) -> None:

@@ -141,8 +141,8 @@ def _layer(
     compiling = torch.compiler.is_compiling()
     # Without gradients, modes and transforms: checked once, not at each product.
     plain = not compiling and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
-    if torch.is_grad_enabled() and type(activation) is not Gate and not isinstance(activation, str):
-        plain = False  # a function may have parameters, which need gradients
+    if elsewhere and torch.is_grad_enabled() and type(activation) is not Gate and callable(activation):
+        plain = False  # rows of other processes would reach the gradients of the function's parameters
     traced = compiling or (not plain and is_fake(x))  # fake: of the operator below, if it needs a gradient
     count, (tokens, chosen) = gate_up.shape[0], index.shape
     # On a CPU, reading values costs no wait.
@@ -180,7 +180,7 @@ def _layer(
     # positions.
     if around is not None and (routed is not None or order.shape[0] > MOST_CHOICES or is_ordered()):
         place = _inverse(order, plain) if routed is None else routed.place
-        combined = around.combine(of_rows, place, ends, weights)
+        combined = None if of_rows.requires_grad else around.combine(of_rows, place, ends, weights)
         if combined is not None:
             return combined if combined.dtype is x.dtype else combined.to(x.dtype)
         if routed is not None:  # the `combine` kernel is not available
@@ -217,6 +217,8 @@ def _by_rows(
             both = otherwise(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         inner = _gate(both, activation, interleaved, around, nobodys)
         _check_inner(inner, both, activation, (both.dtype,))
+        if plain and grouped.has_gradient(inner):  # the function has parameters
+            plain, otherwise = False, grouped_mm
         if nobodys is not None and inner.requires_grad:  # its gradient is uninitialized there
             inner = inner.masked_fill(nobodys, 0)
     of_rows = multiply(inner, down.mT, ends, down_bias) if plain else None
@@ -300,8 +302,8 @@ def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
 def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, plain: bool) -> torch.Tensor:
     """Weight rows in the experts' order and add them up for each token, in fp32."""
     if torch.compiler.is_compiling() or is_transformed() or grouped.has_gradient(result, weights):
-        # The gradient of `index_copy` is a lookup; the gradient of a lookup would have to add rows up.
-        of_tokens = torch.empty_like(result).index_copy_(0, order, result).view(*weights.shape, -1)
+        # The gradient of `index_put_` is a lookup; the gradient of a lookup would have to add rows up.
+        of_tokens = torch.empty_like(result).index_put_((order,), result).view(*weights.shape, -1)
         # Of weights in another order, torch (2.13) traces a gradient that cannot be viewed.
         return (of_tokens * weights.contiguous().unsqueeze(-1)).sum(dim=1)
     tokens, chosen = weights.shape
