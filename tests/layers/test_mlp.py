@@ -231,7 +231,22 @@ def _biased_by_buffers(model: Any) -> None:
         layer.register_buffer("bias", torch.ones(96, dtype=torch.bfloat16))
 
 
+def _hidden(module: Any, name: str, attribute: Any) -> None:
+    vars(module)[name] = attribute
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
+    "a weight in front of the parameter": lambda model: _hidden(
+        model.gate_proj, "weight", model.gate_proj.weight.detach() * 2
+    ),
+    "a bias in front of none": lambda model: _hidden(model.up_proj, "bias", torch.ones(96).bfloat16()),
+    "a weight in front of down's": lambda model: _hidden(
+        model.down_proj, "weight", model.down_proj.weight.detach() * 2
+    ),
+    "a layer in front of the child": lambda model: _hidden(
+        model, "up_proj", made(nn.Sequential(nn.Linear(64, 96, bias=False)))
+    ),
+    "an activation in front of the child": lambda model: _hidden(model, "act_fn", torch.tanh),
     "a hook of gate": lambda model: model.gate_proj.register_forward_hook(lambda m, i, o: o * 2),
     "a hook of up before": lambda model: model.up_proj.register_forward_pre_hook(lambda m, i: (i[0] + 1,)),
     "a hook of the activation": lambda model: model.act_fn.register_forward_hook(lambda m, i, o: o + 1),

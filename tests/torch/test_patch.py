@@ -117,6 +117,18 @@ def test_pruned_layers_are_served_what_is_left(model, kernel):
     assert tunegemm.unpatch(model) == 2 and type(model[0]) is nn.Linear
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_an_attribute_in_front_of_a_parameter_is_what_counts(model, kernel, name):
+    """Libraries set one for a while: a tensor may not be assigned to a parameter's name."""
+    own = {"weight": model[0].weight.detach() * 2, "bias": torch.ones(64, dtype=torch.bfloat16)}[name]
+    with torch.no_grad():
+        before = quietly(model[0], X)
+        vars(model[0])[name] = own
+        after = model[0](X)
+        assert torch.equal(after, nn.functional.linear(X, model[0].weight, model[0].bias))
+        assert not torch.equal(after, before)
+
+
 def test_fully_sharded_layers_are_unpatched(model, one_rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard

@@ -239,6 +239,8 @@ class Forward:
         gate, act, up = children.get(places.gate), children.get(places.act), children.get(places.up)
         if _places_in(type(self._module).forward) != places:  # somebody has replaced it, or the class
             return None
+        if not vars(self._module).keys().isdisjoint(places):  # an attribute hides a child
+            return None
         if not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
             return None
         if places.act and not _is_bare(act):
@@ -271,11 +273,15 @@ class Forward:
         return site.kernel(x, first, second)
 
 
+_HIDING = ("forward", "weight", "bias")
+
+
 def _is_bare(module: Any) -> bool:
-    """Whether a call of a module runs only its class's forward: no hooks, own or global."""
+    """Whether a call of a module runs only its class's forward, of its parameters: no hooks, own or global,
+    and no attribute that hides either."""
     return (
         module is not None
-        and "forward" not in module.__dict__
+        and module.__dict__.keys().isdisjoint(_HIDING)
         and not (
             module._forward_hooks
             or module._forward_pre_hooks

@@ -45,10 +45,12 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """
     weight: Any
     bias: torch.Tensor | None
-    try:  # as attributes of the module the two cost the host a third of the call
-        weight, bias = layer._parameters["weight"], layer._parameters["bias"]
-    except KeyError:  # another object provides them, such as a parametrization
-        weight, bias = layer.weight, layer.bias
+    own = layer.__dict__
+    parameters = own["_parameters"]
+    if "weight" in own or "bias" in own or "weight" not in parameters or "bias" not in parameters:
+        weight, bias = layer.weight, layer.bias  # another object provides them, such as a parametrization
+    else:  # as attributes of the module the two cost the host a third of the call
+        weight, bias = parameters["weight"], parameters["bias"]
     if (
         grad_enabled()
         and type(input) in PLAIN
