@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import tunegemm
 from tests.support.fusing import close
@@ -56,6 +57,29 @@ def test_a_layer_is_served(kernels: Kernels, mode: Any) -> None:
         run(x)
         assert len(kernels.calls) - before == 2 * 2, "two that end with a residual"
         assert len(kernels.gates) == len(kernels.several) == 4
+
+
+PARTS: dict[str, Callable[..., torch.Tensor]] = {
+    "a region": torch.compiler.nested_compile_region(lambda m, x: F.silu(m.a(x)) * m.b(x)),
+    "a checkpoint": lambda m, x: checkpoint(lambda x: F.silu(m.a(x)) * m.b(x), x, use_reentrant=False),
+    "a branch": lambda m, x: torch.cond(x[0, 0, 0] < 9, lambda x: F.silu(m.a(x)) * m.b(x), m.a, (x,)),
+    "a branch of a region": torch.compiler.nested_compile_region(lambda m, x: PARTS["a branch"](m, x)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_torch_keeps_in_a_graph_of_its_own_is_served(kernels: Kernels, name: str) -> None:
+    model, x = made(Own(lambda m, x: PARTS[name](m, x) + PARTS[name](m, x + 1))), given()
+    for parameter in model.parameters():  # torch refuses weights in one memory there
+        parameter.data = parameter.data.clone()
+    run = compiled(model)
+    with torch.no_grad():
+        same(model, run, x)
+    assert len(kernels.gates) == 2
+    if "region" not in name:  # whose backward pass torch (2.13) leaves to AOTAutograd
+        results = [call(x).float().square().sum() for call in (run, model)]
+        close(*(torch.autograd.grad(each, model.a.weight)[0] for each in results))
+        assert len(kernels.gates) == 2
 
 
 @pytest.mark.parametrize("name", ["tunegemm", backend.tunegemm])
@@ -460,8 +484,6 @@ def test_without_guards_on_modules_inputs_and_modes_are_seen(kernels: Kernels, k
 
 
 def test_checkpointing_and_pickled_state() -> None:
-    from torch.utils.checkpoint import checkpoint
-
     model, other, x = made(Layer()), made(Layer()), given().requires_grad_()
     checkpoint(compiled(model), x, use_reentrant=False).sum().backward()
     first, x.grad = x.grad, None

@@ -13,6 +13,7 @@ from tunegemm.dispatch.guards import deterministic, functorch_level
 from tunegemm.errors import BadValueError
 from tunegemm.layers import masks
 from tunegemm.layers.fusion import fuse
+from tunegemm.layers.graph import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ def tunegemm(
 tunegemm.fuses_layers = True  # type: ignore[attr-defined] # for layers that `patch` installed
 
 
+#: Operators that run a part of the graph as it stands, such as regions that are compiled once for all layers.
+_OF_PARTS = ("invoke_subgraph", "tag_activation_checkpoint", "cond")
+
+
 def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
     """Put tunegemm's calls into a graph. Returns how often each pattern matched."""
     # Tensors of a part that runs within torch.func have no memory of their own there.
@@ -61,6 +66,10 @@ def prepare(graph: torch.fx.GraphModule) -> Counter[str]:
     if deterministic() or is_transformed:
         return Counter()
     count = fuse(graph.graph)
+    for node in graph.graph.nodes:
+        for name in (each.target for each in node.all_input_nodes if name_of(node) in _OF_PARTS):
+            part = getattr(graph, str(name), None)
+            count.update(prepare(part) if isinstance(part, torch.fx.GraphModule) else ())
     if dropped := masks.drop(graph.graph):
         count["causal mask"] = dropped
     if count:
