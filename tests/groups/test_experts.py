@@ -66,6 +66,16 @@ def test_a_layer_is_what_loops_give(tokens: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result.float(), by_loops(**given), **bound)
 
 
+@pytest.mark.parametrize("chosen", [1, CHOSEN])
+def test_the_stride_of_a_single_row_does_not_count(chosen: int) -> None:
+    """Torch's product of groups refuses this one, which no address depends on."""
+    given = layer(1)
+    given |= {name: given[name][:, :chosen] for name in ("index", "weights")}
+    column = given["x"].view(HIDDEN, 1).t()
+    assert column.stride() == (1, 1)
+    torch.testing.assert_close(tunegemm.experts(**given | {"x": column}), tunegemm.experts(**given))
+
+
 @pytest.mark.parametrize(("way", "grad"), [("eager", False), ("eager", True), ("compiled", True)])
 @pytest.mark.parametrize(("tokens", "chosen"), [(0, CHOSEN), (3, 0)], ids=["no tokens", "no choices"])
 def test_a_layer_of_nothing_gives_nothing(

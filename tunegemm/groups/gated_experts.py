@@ -165,7 +165,7 @@ def _layer(
         ids, order = index.reshape(-1).sort()
         # Each group's end: the number of rows whose expert is at most the group's.
         ends = torch.searchsorted(ids, _numbers(count, ids, plain), right=True, out_int32=True)
-        rows = x.expand(chosen, -1).contiguous() if tokens == 1 else x[order // chosen]
+        rows = x.view(-1).expand(chosen, -1).contiguous() if tokens == 1 else x[order // chosen]
         # Marks rows after the last group, whose results are uninitialized memory.
         nobodys = (ids >= count)[:, None] if elsewhere else None
         if nobodys is not None and rows.requires_grad:  # gradients are uninitialized there
