@@ -341,6 +341,13 @@ def test_gradients_modes_and_autocast_are_the_modules_own(kernels: Kernels) -> N
     assert not kernels.gates and seen
 
 
+def test_a_default_device_hides_no_kernel(kernels: Kernels) -> None:
+    plain, model, x = made(MLP()), fused(made(MLP())), given()
+    with torch.no_grad(), torch.device("cpu"):
+        close(model(x), plain(x))
+    assert len(kernels.gates) == 1
+
+
 def test_copies_and_pickles_are_fused_with_weights_of_their_own(kernels: Kernels) -> None:
     model, x = fused(made(MLP())), given()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

@@ -263,7 +263,7 @@ class Forward:
             or first.stride(1) != 1
             or x.shape[-1] != first.shape[1]
             or guards.any_autocast()
-            or guards.function_modes()
+            or (guards.function_modes() and guards.are_functions_watched())
             or not guards.is_ordinary(x, first, (second,))
         ):
             return None
