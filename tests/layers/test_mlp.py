@@ -307,6 +307,28 @@ def test_tools_see_the_signature_of_the_class() -> None:
         close(torch.export.export(model, (), {"x": x}, dynamic_shapes=rows).module()(x=x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_torchscript_compiles_it_as_unpatched() -> None:
+    model, x = nn.Sequential(fused(made(MLP()))), given()
+    with torch.no_grad():
+        expected = model(x)
+        close(torch.jit.script(model)(x), expected)
+        close(model(x), expected)
+    assert "forward" not in vars(model[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged, torch.sparse_coo])
+def test_rows_of_another_layout_are_the_modules_own(layout: Any) -> None:
+    plain, model, x = made(MLP()), fused(made(MLP())), given()
+    rows = x[0].to_sparse() if layout is torch.sparse_coo else None
+    rows = torch.nested.nested_tensor([x[0], x[1, :3]], layout=layout) if rows is None else rows
+    with torch.no_grad():
+        results = [call(rows) for call in (model, plain)]
+    for each in zip(*(result.unbind() for result in results), strict=True):
+        close(*each)
+
+
 def test_a_global_hook_sees_each_layer() -> None:
     seen: list[str] = []
     model, x = fused(made(MLP())), given()

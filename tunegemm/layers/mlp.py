@@ -189,6 +189,7 @@ class Forward:
         """The module's attributes that are ours, by the names under which torch and Python look for them."""
         return {
             "forward": self, "_replicate_for_data_parallel": self.replicate, "__reduce_ex__": self.reduce,
+            "__prepare_scriptable__": self.prepare,
         }  # fmt: skip
 
     @property
@@ -198,6 +199,11 @@ class Forward:
     @property
     def __code__(self) -> Any:
         return self.__wrapped__.__code__
+
+    def prepare(self) -> nn.Module:
+        """The module for torch.jit.script, which compiles the source of its class's forward: as unpatched."""
+        self.leave(self._module)
+        return self._module
 
     def replicate(self) -> nn.Module:
         """The module's replica for torch.nn.DataParallel, with the class's forward: this one has the
@@ -257,6 +263,8 @@ class Forward:
             or up._parameters.get("bias", up) is not None
             or not (x.dtype is first.dtype is second.dtype)
             or not (x.device == first.device == second.device)
+            or not (x.layout is first.layout is second.layout is torch.strided)
+            or x.is_nested
             or x.ndim < 2
             or first.shape != second.shape
             or first.stride() != second.stride()
