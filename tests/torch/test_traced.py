@@ -200,6 +200,25 @@ def test_steps_after_a_layer_under_another_autocast_are_traced(kernel, backend):
     assert not kernel.calls
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(("dtype", "cast"), [(torch.float16, BF16), (BF16, torch.float16), (BF16, BF16)])
+def test_autocast_casts_each_operand_of_a_traced_layer(kernel, backend, mode, dtype, cast):
+    """Some backends run a graph as it stands, so that autocast is on while the operator computes; in
+    inference mode below it."""
+    a, b = operands(dtype=dtype)
+    bias = torch.linspace(-2, 2, 48)
+    torch._dynamo.reset()
+    run = torch.compile(tunegemm.linear, backend=backend)
+    with mode(), torch.autocast("cpu", cast):
+        expected = torch.nn.functional.gelu(torch.nn.functional.linear(a, b.t(), bias))
+        result = run(a, b.t(), bias, activation="gelu")
+        plain = run(a, b.t(), bias.to(dtype), activation="gelu")
+    assert result.dtype is plain.dtype is cast
+    torch.testing.assert_close(result, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(plain, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_steps_after_a_layer_with_one_output_are_traced(kernel):
     a, b = operands()
     run = torch.compile(tunegemm.linear, backend="eager", fullgraph=True)

@@ -181,7 +181,8 @@ def _is_wide(form: Form, a: Any, b: Any, rest: Sequence[str], named: dict[str, A
         return True
     if a.dtype is not torch.float16 or (list(rest) == ["relu"] and form.epilogue.function is None):
         return False
-    return b.dtype is a.dtype and all(tensor.dtype == a.dtype for tensor in tensors)
+    same = all(tensor.dtype == a.dtype for tensor in (b, *tensors))
+    return same and guards.cast_by_autocast(a, b) is None
 
 
 def _wide(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any]) -> Any:

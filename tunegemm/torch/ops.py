@@ -120,7 +120,7 @@ def _define_fused() -> None:
         a: torch.Tensor, b: torch.Tensor, operands: Operands, numbers: Numbers, *form: Any, records: str = ""
     ) -> torch.Tensor:
         result = None
-        if a.device.type == DEVICE_TYPE:
+        if a.device.type == DEVICE_TYPE and not _is_cast(a, b, *operands):
             result = api.dispatcher.fused(form_of(BELOW_AUTOGRAD, *form), a, b, tuple(operands), numbers)
         if result is None:
             result = unfused(form_of(MATMUL, *form), a, b, operands, numbers)
@@ -140,7 +140,7 @@ def _define_fused() -> None:
         if (
             is_transformed()
             or any(map(is_traceable_wrapper_subclass, (a, b, *operands)))
-            or (a.dtype.itemsize > 1 and _is_cast(a))
+            or _is_cast(a, b, *operands)
         ):
             return unfused(asked, a, b, operands, numbers)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (a, b, *operands)):
@@ -283,9 +283,11 @@ def _is_servable(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _is_cast(a: torch.Tensor) -> bool:
-    """Whether autocast casts this operand of a product."""
-    return torch.is_autocast_enabled(DEVICE_TYPE) and torch.get_autocast_dtype(DEVICE_TYPE) != a.dtype
+def _is_cast(a: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether autocast casts an operand of a product."""
+    if a.dtype.itemsize == 1 or not torch.is_autocast_enabled(DEVICE_TYPE):
+        return False
+    return any(each.dtype != torch.get_autocast_dtype(DEVICE_TYPE) for each in (a, *others))
 
 
 _define_product("mm")
