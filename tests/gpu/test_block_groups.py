@@ -90,7 +90,7 @@ def test_a_kernel_is_right_for_every_division_and_scale(config: BlockGroupConfig
     torch.manual_seed(0)
     kernel = kernel_of(config)
     for ends, n, k in CASES:
-        for kind in ("usual", "hostile", "special"):
+        for kind in ("usual", "hostile", "mixed", "special"):
             groups = Groups(ends, n, k, kind)
             kernel.launch(*groups.tensors, blocks=find_device("cuda:0").sm_count)
             groups.check(groups.out)

@@ -80,9 +80,9 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def scales(kind: str, lines: int, count: int) -> torch.Tensor:
-    """usual: of one magnitude; hostile: from 1e-30 to 1e30, and zeros; special: NaN and infinities, too. As
-    E8M0, of lines that begin at units of 4 bytes, e8m0: of usual magnitudes; wide: all numbers; every: NaN,
-    too.
+    """usual: of one magnitude; hostile: from 1e-30 to 1e30, and zeros; mixed: some columns are hostile;
+    special: NaN and infinities, too. As E8M0, of lines that begin at units of 4 bytes, e8m0: of usual
+    magnitudes; wide: all numbers; every: NaN, too.
     """
     if kind in ("e8m0", "wide", "every"):
         first, end = {"e8m0": (117, 137), "wide": (0, 255), "every": (0, 256)}[kind]
@@ -94,6 +94,9 @@ def scales(kind: str, lines: int, count: int) -> torch.Tensor:
     if kind == "hostile":
         found = (10.0 ** (torch.rand(lines, count, device=WHERE, dtype=torch.float64) * 60 - 30)).float()
         return found.masked_fill(torch.rand(lines, count, device=WHERE) < 0.05, 0.0)
+    if kind == "mixed":
+        is_hostile = torch.rand(count, device=WHERE) < 0.3
+        return torch.where(is_hostile, scales("hostile", lines, count), scales("usual", lines, count))
     found = torch.rand(lines, count, device=WHERE) + 0.5
     for value in (NAN, INF, -INF):
         found.masked_fill_(torch.rand(lines, count, device=WHERE) < 0.02, value)
@@ -174,7 +177,7 @@ def test_a_kernel_is_right_at_every_edge_and_for_every_scale(config: BlockConfig
         for swizzle, along_m, hint in ((8, True, 0), (1, True, 2), (3, False, 1), (8, False, 2))
     )
     for shape in SHAPES:
-        for kind in ("usual", "hostile", "special"):
+        for kind in ("usual", "hostile", "mixed", "special"):
             check(config, *shape, kind, row_major=next(majors), split_k=next(splits), **next(launches))
 
 
