@@ -154,7 +154,8 @@ def test_what_is_no_journal_is_refused(tmp_path: Path, make, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["nonsense://x", "sqlite://", "sqlite:///:memory:", "mysql+none://u:secret@h/d"]
+    "location",
+    ["nonsense://x", "sqlite://", "sqlite:///:memory:", "mysql+none://u:secret@h/d", "mysql://u:@secret@h/d"],
 )
 def test_a_url_that_is_none_is_one_line_without_its_password(location: str) -> None:
     with pytest.raises(StudyError) as raised:

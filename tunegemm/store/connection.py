@@ -19,7 +19,7 @@ from urllib.parse import quote, quote_plus
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
-from tunegemm.errors import DatabaseError
+from tunegemm.errors import DatabaseError, TunegemmError
 from tunegemm.files import cause, impossible, kind
 from tunegemm.store.locations import project_location, refused_project, user_location
 from tunegemm.store.waiting import left_s
@@ -52,12 +52,7 @@ def resolve(location: str | Path | None) -> Path | URL:
             _log.warning(refused)
         location = project_location() or user_location()
     if isinstance(location, str) and "://" in location:
-        try:
-            url = make_url(location)
-        except (ArgumentError, ValueError):  # the latter for a port that is not a number
-            raise DatabaseError(
-                f"database {location.partition('://')[0]}://...: not a URL; give a path"
-            ) from None
+        url = parsed(location)
         kind = url.drivername.partition("+")[0]
         if kind in ("postgresql", "postgres"):
             return url.set(drivername="postgresql+psycopg")
@@ -236,14 +231,25 @@ def without_passwords(text: str, location: Path | URL | str) -> str:
     return text
 
 
+def parsed(location: str, error: type[TunegemmError] = DatabaseError) -> URL:
+    """The URL. Raises `error`, which quotes no part that may be a password's."""
+    if (url := _url(location)) is None:
+        raise error(
+            f"{display(location)}: not a URL; give a path, or postgresql://USER:PASSWORD@HOST:PORT/NAME,"
+            " where an @ of the password is %40"
+        )
+    return url
+
+
 def _url(location: Path | URL | str) -> URL | None:
-    """The parsed URL; None for a path or an invalid URL."""
+    """The parsed URL; None for a path or an invalid URL, such as one whose host has the end of a password."""
     if isinstance(location, Path) or "://" not in str(location):
         return None
     try:
-        return make_url(location)
-    except (ArgumentError, ValueError):
+        url = make_url(location)
+    except (ArgumentError, ValueError):  # the latter for a port that is not a number
         return None
+    return None if "@" in (url.host or "") else url
 
 
 #: Replaces bytes that are not UTF-8 when text is read. So only the damaged row fails to decode; an error here

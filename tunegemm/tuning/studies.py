@@ -152,14 +152,13 @@ def translated(location: str) -> Iterator[None]:
 def _opened(location: str, database: Path | URL) -> Any:
     """Optuna's storage for a location. Raises StudyError for a tuning database and for what is no storage."""
     import optuna
-    import sqlalchemy
     from optuna.storages.journal import JournalFileBackend
 
-    from tunegemm.store.connection import is_same
+    from tunegemm.store.connection import is_same, parsed
 
     named = f"study {_hidden(location)}"
     ours = StudyError(f"{named}: it is a tuning database, which Optuna must not share; give another file")
-    url = sqlalchemy.make_url(location) if "://" in location else None
+    url = parsed(location, StudyError) if "://" in location else None
     if url is not None and url.get_backend_name() != "sqlite":
         if is_same(url, database) or _is_ours(url):
             raise ours
