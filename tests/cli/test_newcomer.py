@@ -47,6 +47,14 @@ def test_a_shell_asks_a_process() -> None:
     assert process(env=environment(**asked)).stdout.split() == ["unload"]
 
 
+def test_fish_gets_one_line_for_each_option() -> None:
+    """It takes each line of a wrapped help text for an option."""
+    asked = {"_TUNEGEMM_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    asked |= {"_TYPER_COMPLETE_ARGS": "tunegemm tune --dev", "COLUMNS": "40"}
+    shown = process(env=environment(**asked)).stdout
+    assert [line.split("\t")[0] for line in shown.splitlines()] == ["--device", "--devices"], shown
+
+
 def test_closed_outputs_change_no_exit_code() -> None:
     """As of `2>&-`, and of a daemon."""
     command = [*TUNEGEMM, "tune", "--shape", "bad"]

@@ -171,4 +171,6 @@ def main() -> None:
     """Entry point of the `tunegemm` script."""
     # Even under TUNEGEMM_ENABLE, as in a container, a race's baseline must be torch's own kernel.
     os.environ |= UNATTACHED if os.environ.get("TUNEGEMM_ENABLE") == "1" else {}
+    if "_TUNEGEMM_COMPLETE" in os.environ:  # a shell takes each line of a wrapped help text for a completion
+        os.environ["COLUMNS"] = "9999"
     app(prog_name="tunegemm")
