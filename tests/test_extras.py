@@ -18,7 +18,8 @@ from packaging.utils import canonicalize_name
 from tests.support.forks import Forks
 from tests.support.processes import ROOT, environment
 from tunegemm.errors import ExtraError, TunegemmError
-from tunegemm.extras import EXTRAS, lack, named, require
+from tunegemm.extras import BASE, EXTRAS, lack, named, require
+from tunegemm.generate.generator import Package
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
 
@@ -166,6 +167,31 @@ def test_commands_that_need_more_say_so_in_one_line(run: Run) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_host_without_any_package_is_told_so() -> None:
+    """As after `pip install --no-deps`: -S leaves out all that is installed."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tunegemm.cli"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "tunegemm: typer is not installed; pip install typer\n")
+
+
+@pytest.mark.parametrize("name", [name for name in BASE if name != "typer"])
+def test_a_package_that_every_command_needs_is_named(name: str, run: Run) -> None:
+    blocked = f"Blocker.names.append({name!r}); sys.modules.pop({name!r}, None)\n"
+    done = run(blocked + COMMAND.format(words=["doctor"]))
+    assert (done.returncode, done.stderr) == (2, f"tunegemm: {name} is not installed; pip install {name}\n")
+
+
+def test_a_package_that_python_does_not_find_is_there() -> None:
+    """As the DSL of `pip install --target`, where Python ignores its .pth file."""
+    said = str(Package("no_module_of_it", "pytest").missing())
+    assert said.startswith(
+        f"pytest {pytest.__version__} is installed, but Python finds no module no_module_of_it"
+    )
+    assert Package("no_module_of_it", "no-such-package").missing() == (
+        "no-such-package is not installed; pip install no-such-package"
+    )
+
+
 def test_an_error_names_the_extra() -> None:
     assert lack(ModuleNotFoundError("", name="torchvision")) is None
     assert lack(ImportError("cannot import name", name="optuna")) is None  # it is there
@@ -187,6 +213,7 @@ def test_the_table_is_that_of_the_project() -> None:
     for extra, names in EXTRAS.items():
         required = {canonicalize_name(Requirement(text).name) for text in project()[extra]}
         assert {*names} == required - {"tunegemm"}, extra
+    assert {*BASE} <= {Requirement(text).name for text in project()[""]}
 
 
 def conflicts(requirements: Iterable[str], pins: dict[str, str]) -> tuple[set[str], set[str]]:

@@ -21,6 +21,8 @@ EXTRAS = {
     "postgres": ("psycopg",),
     "ray": ("ray",),
 }
+#: What every installation has, unless it was made with --no-deps. Families name the packages that they need.
+BASE = ("numpy", "platformdirs", "rich", "torch", "typer")
 
 
 def require(extra: str) -> None:
@@ -31,9 +33,9 @@ def require(extra: str) -> None:
 
 
 def lack(error: ImportError) -> ExtraError | None:
-    """What a failed import is to be reported as; None where the package is of no extra."""
+    """What a failed import is to be reported as; None where the package is not one of ours."""
     name = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, names in EXTRAS.items() if name in names), None)
+    extra = next((extra for extra, names in (("", BASE), *EXTRAS.items()) if name in names), None)
     is_missing = isinstance(error, ModuleNotFoundError)  # not: it is there and does not work
     return _error(name, extra) if extra is not None and is_missing else None
 
@@ -57,4 +59,5 @@ def _is_here(name: str) -> bool:
 
 
 def _error(name: str, extra: str) -> ExtraError:
-    return ExtraError(f"{name} is not installed; pip install 'tunegemm[{extra}]' brings it")
+    remedy = f"pip install 'tunegemm[{extra}]' brings it" if extra else f"pip install {name}"
+    return ExtraError(f"{name} is not installed; {remedy}")

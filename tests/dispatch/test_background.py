@@ -441,6 +441,7 @@ def test_of_predicted_kernels_the_best_that_compiles_serves(
 @pytest.mark.parametrize("layer", ["system", "user"])
 def test_without_the_dsl_what_is_missing_is_said_once(serving, device, pools, layer, monkeypatch) -> None:
     monkeypatch.setattr(generator, "find_spec", lambda name: None)
+    monkeypatch.setattr(generator, "package_version", lambda name: "")
     here = replace(device, fingerprint=replace(device.fingerprint, cutlass_dsl=""))
     rows = [Row(one, device.fingerprint, CANDIDATE, layer=layer) for one in (PROBLEM, WIDER)]
     said = warnings_of(serving(*rows, find=lambda _: here), PROBLEM, WIDER)

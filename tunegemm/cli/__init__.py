@@ -4,6 +4,16 @@
 output of tuning. Imports every room; no room imports it.
 """
 
-from tunegemm.cli.app import app, main
+import sys
+
+from tunegemm.extras import lack
+
+try:
+    from tunegemm.cli.app import app, main
+except ModuleNotFoundError as error:  # of `pip install --no-deps`; `app` reports what only some commands need
+    if (lacking := lack(error)) is None:
+        raise
+    print(f"tunegemm: {lacking}", file=sys.stderr)
+    sys.exit(2)
 
 __all__ = ["app", "main"]

@@ -114,9 +114,12 @@ class Package:
             found = find_spec(self.module)
         except ModuleNotFoundError:  # the parent module, such as `cuda`, is missing
             found = None
+        version = package_version(self.name)
+        if found is None and version:  # the DSL needs its .pth file, which Python ignores on PYTHONPATH
+            remedy = f"reinstall it without --target: pip install --force-reinstall {self.name}"
+            return f"{self.name} {version} is installed, but Python finds no module {self.module}; {remedy}"
         if found is None:
             return f"{self.name} is not installed; pip install {self.name}"
-        version = package_version(self.name)
         if self.oldest and tuple(map(int, version.split(".")[: len(self.oldest)])) < self.oldest:
             oldest = ".".join(map(str, self.oldest))
             return f"{self.name} {version} is older than {oldest}; pip install '{self.name}>={oldest}'"
