@@ -335,6 +335,8 @@ class TestFile:
             tunegemm.record(tmp_path / "no" / "x.json"),
         ):
             pass
+        with pytest.raises(WorkloadError, match="Is a directory"), tunegemm.record(tmp_path):
+            pytest.fail("it is known before the program runs")
         with tunegemm.record() as recording:  # nothing was left installed
             torch.mm(bf16(8, 16), bf16(16, 24))
         assert one(recording).calls == 1

@@ -32,7 +32,7 @@ from tunegemm.dispatch.forms import LINEAR, Form, Operands, Refusal, named
 from tunegemm.dispatch.guards import tf32_allowed
 from tunegemm.dispatch.library import call_of
 from tunegemm.errors import WorkloadError
-from tunegemm.files import impossible
+from tunegemm.files import check_target, impossible
 from tunegemm.groups import recorded_groups
 from tunegemm.groups.recorded_groups import GroupedCall, dtype_of, mode_of
 from tunegemm.torch.aten import replacements
@@ -113,8 +113,10 @@ class Recording:
         self._unknown_replays = 0
 
     def __enter__(self) -> Self:
-        if self._path is not None and not self._path.parent.is_dir():
-            raise WorkloadError(f"{self._path}: its folder does not exist; create it first")
+        if self._path is not None:  # checked now: at the end the products would be lost
+            if not self._path.parent.is_dir():
+                raise WorkloadError(f"{self._path}: its folder does not exist; create it first")
+            check_target(self._path, WorkloadError)
         self._pid = os.getpid()
         _interception.add(self)
         return self
