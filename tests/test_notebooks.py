@@ -67,6 +67,13 @@ def test_it_uses_public_names_only(path: Path) -> None:
     assert not inner
 
 
+def test_outside_a_checkout_one_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = nbformat.read(ROOT / "notebooks" / "04_compare_search_strategies.ipynb", as_version=4).cells
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="in a checkout"):
+        exec(next(cell.source for cell in cells if cell.cell_type == "code"), {})
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(600)

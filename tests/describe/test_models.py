@@ -521,7 +521,8 @@ def test_files_that_are_no_config(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     why = "" if text else " (the file is empty)"
-    with pytest.raises(WorkloadError, match=re.escape(f"{path}: not a model's config.json{why}")):
+    said = re.escape(f"{path}: not a model's config.json{why}") + ".*; give the model's own, or its folder"
+    with pytest.raises(WorkloadError, match=said):
         read_model(str(path))
     with pytest.raises(WorkloadError, match=r"none\.json"):
         read_model(str(tmp_path / "none.json"))

@@ -362,7 +362,9 @@ def test_the_commands(made: packing.Packed, home: Path, monkeypatch: pytest.Monk
     _, told = run("pack", "--out", "c.pack", "--no-compile", code=2)
     assert f"2 of 2 kernels are missing in {ArtifactStore().root}" in told and not Path("c.pack").exists()
     _, told = run("pack", "--out", "c.pack", "--families", "gluon_wgmma", code=2)
-    assert "none of 3 records matches" in told
+    assert "none of 3 records matches 'gluon_wgmma'; `tunegemm leaderboard" in told
+    _, told = run("pack", "--out", "c.pack", "--gpu", "b200", "--shape", TORCH.shape, code=2)
+    assert f"none of 3 records matches 'b200', '{TORCH.shape}'" in told
     Path("shapes.json").write_text(json.dumps([{"m": 64, "n": 64, "k": 64, "layout": "tn", "dtype": "bf16"}]))
     _, told = run("pack", "--out", "c.pack", "--from", "none.json", code=2)
     assert "none.json: No such file" in told

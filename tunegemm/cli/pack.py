@@ -63,8 +63,10 @@ def pack_command(
         and (names is None or record.candidate.family in names)
     ]
     if not chosen:
-        result = f"none of {len(records)} records matches" if records else "no record to pack"
-        raise UsageError(f"{result}; see `tunegemm db layers`")
+        words = filter(None, (gpu, *(shape or ()), families, *(from_files or ())))
+        named = ", ".join(shown(str(word)) for word in words)
+        result = f"none of {len(records)} records matches {named}" if records else "no record to pack"
+        raise UsageError(f"{result}; `tunegemm leaderboard --device all` lists what there is")
     with replacing(out, PackError) as part:  # fails before kernels compile for minutes
         packed = packing.pack(chosen, part, compile_missing=not no_compile, workers=workers)
     for reason, count in packed.left_out.items():

@@ -46,7 +46,9 @@ def read_model(name: str) -> Model:
         if not isinstance(document, dict):
             raise BadValueError("it is not an object")
     except BadValueError as error:
-        raise WorkloadError(f"{path}: not a model's config.json ({error})") from None
+        raise WorkloadError(
+            f"{path}: not a model's config.json ({error}); give the model's own, or its folder"
+        ) from None
     if document.get("format") == FORMAT:
         command = f"tunegemm tune --from {shlex.quote(str(path))}"
         raise WorkloadError(f"{path}: a list of shapes, not a model's config; tune it with: {command}")
