@@ -41,6 +41,7 @@ class TestFindDevice:
             ("model:h300", "device 'model:h300': no such part; use model: with one of h200, h100-sxm"),
             ("model", "device 'model': no such part"),
             ("tpu:0", "device 'tpu:0' is not known; use cuda:N, replay:NAME or model:NAME"),
+            ("replay:h200", "device 'replay:h200' has only recorded times; here use cuda:N or model:NAME"),
             ("", "device '' is not known"),
             ("cuda:99", "device 'cuda:99': .* CUDA device"),
             ("cuda:9999999999999", "CUDA device"),

@@ -132,6 +132,8 @@ class TestCustom:
     def test_what_has_no_name_or_source_is_refused(self) -> None:
         with pytest.raises(ProblemError, match="is not a function by name; give a plain def"):
             Epilogue.custom(lambda acc: acc)
+        with pytest.raises(ProblemError, match=r"^epilogue 'relu': give a plain def$"):
+            Epilogue.custom("relu")  # type: ignore[arg-type]
         scope: dict[str, Any] = {}
         exec("def f(acc): return acc", scope)
         with pytest.raises(ProblemError, match="define it in a file"):

@@ -171,6 +171,8 @@ def find_device(spec: str = "cuda:0") -> Device:
             raise DeviceError(f"device {spec!r}: no such part; use model: with one of {', '.join(PARTS)}")
         fingerprint = current_fingerprint(part.device_name, part.sm_count, part.capability)
         return device_from_part(f"model:{name}", part, fingerprint)
+    if kind == "replay":
+        raise DeviceError(f"device {spec!r} has only recorded times; here use cuda:N or model:NAME")
     raise DeviceError(f"device {spec!r} is not known; use cuda:N, replay:NAME or model:NAME")
 
 

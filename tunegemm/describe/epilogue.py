@@ -131,8 +131,9 @@ class Epilogue:
         """
         try:
             source = inspect.getsource(function)
-        except (OSError, TypeError) as error:
-            raise ProblemError(f"epilogue {function!r}: {error}; define it in a file") from None
+        except (OSError, TypeError) as error:  # TypeError: of no function
+            remedy = f"{error}; define it in a file" if isinstance(error, OSError) else "give a plain def"
+            raise ProblemError(f"epilogue {function!r:.60}: {remedy}") from None
         return Epilogue(function=define(textwrap.dedent(source)))
 
     def __bool__(self) -> bool:
