@@ -19,6 +19,7 @@ from tests.support.forks import Forks
 from tests.support.processes import ROOT, environment
 from tunegemm.errors import ExtraError, TunegemmError
 from tunegemm.extras import BASE, EXTRAS, lack, named, require
+from tunegemm.generate import generator
 from tunegemm.generate.generator import Package
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
@@ -190,6 +191,17 @@ def test_a_package_that_python_does_not_find_is_there() -> None:
     assert Package("no_module_of_it", "no-such-package").missing() == (
         "no-such-package is not installed; pip install no-such-package"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "is_older"), [("4.8", False), ("4.8rc1", False), ("", False), ("4.7.9", True), ("4", True)]
+)
+def test_versions_that_are_not_just_numbers(
+    version: str, is_older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "package_version", lambda name: version)
+    said = Package("pytest", "pytest", (4, 8)).missing()
+    assert said == (f"pytest {version} is older than 4.8; pip install 'pytest>=4.8'" if is_older else None)
 
 
 def test_an_error_names_the_extra() -> None:

@@ -283,6 +283,12 @@ def package_version(name: str) -> str:
         return ""
 
 
+def is_older(version: str, release: tuple[int, ...]) -> bool:
+    """Whether a version, such as ``3.7rc1``, comes before a release. One that is empty, as of a package in a
+    frozen program, does not."""
+    return bool(version) and tuple(map(int, re.findall(r"\d+", version)[: len(release)])) < release
+
+
 @functools.cache
 def even_cut(sm_count: int, cluster_size: int) -> int:
     """How many clusters fit a Hopper chip with this many multiprocessors, at best.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVa
 
 from tunegemm.compile import cute_object
 from tunegemm.compile.ptxas import Resources
-from tunegemm.describe.device import Device, package_version
+from tunegemm.describe.device import Device, is_older, package_version
 from tunegemm.describe.problem import Problem, swapped_dtype
 from tunegemm.describe.space import Candidate, Value
 from tunegemm.errors import ArtifactError
@@ -120,7 +120,7 @@ class Package:
             return f"{self.name} {version} is installed, but Python finds no module {self.module}; {remedy}"
         if found is None:
             return f"{self.name} is not installed; pip install {self.name}"
-        if self.oldest and tuple(map(int, version.split(".")[: len(self.oldest)])) < self.oldest:
+        if is_older(version, self.oldest):
             oldest = ".".join(map(str, self.oldest))
             return f"{self.name} {version} is older than {oldest}; pip install '{self.name}>={oldest}'"
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunegemm.describe.device import Device, package_version
+from tunegemm.describe.device import Device, is_older, package_version
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.feasibility import (
@@ -37,8 +37,7 @@ def architecture(problem: Problem, candidate: Candidate, device: Device) -> str 
     """
     if not device.architecture.tma:
         return f"{device.architecture.compile_target} has no TMA; triton has kernels without it"
-    version = package_version("triton") if device.architecture.capability >= (12, 0) else ""
-    if version and tuple(map(int, version.split(".")[:2])) < (3, 7):
+    if device.architecture.capability >= (12, 0) and is_older(package_version("triton"), (3, 7)):
         return f"Triton before 3.7 uses local memory on {device.architecture.compile_target}; upgrade triton"
     return None
 
