@@ -8,19 +8,11 @@ from torch.nn.functional import linear as torch_linear
 
 import tunegemm
 from tests.support.fusing import serve_recorded
-from tests.support.serving import BF16, ByAddress, Kernel, deterministic, operands, uncached
+from tests.support.serving import BF16, ByAddress, deterministic, operands, uncached
 from tunegemm.dispatch import api
 from tunegemm.dispatch.launchers import Prepared
 
 pytestmark = pytest.mark.filterwarnings("error::tunegemm.errors.TunegemmWarning")
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """All problems are served by it."""
-    kernel = Kernel()
-    serve_recorded(monkeypatch, kernel)
-    return kernel
 
 
 @pytest.fixture

@@ -46,11 +46,14 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     weight: Any
     bias: torch.Tensor | None
     own = layer.__dict__
-    parameters = own["_parameters"]
-    if "weight" in own or "bias" in own or "weight" not in parameters or "bias" not in parameters:
-        weight, bias = layer.weight, layer.bias  # another object provides them, such as a parametrization
-    else:  # as attributes of the module the two cost the host a third of the call
+    try:  # as attributes of the module the two cost the host a third of the call
+        parameters = own["_parameters"]
         weight, bias = parameters["weight"], parameters["bias"]
+        is_hidden = "weight" in own or "bias" in own
+    except KeyError:  # another object provides them, such as a parametrization
+        is_hidden = True
+    if is_hidden:
+        weight, bias = layer.weight, layer.bias
     if (
         grad_enabled()
         and type(input) in PLAIN
