@@ -80,11 +80,6 @@ class BlockConfig(KernelConfig):
         return self.tile_m if self.few else self.tile_n
 
     @property
-    def swaps_sums(self) -> bool:
-        """Whether neighbouring sums lie in each other's place (`Consumer.place_of`)."""
-        return not self.few and not self.narrow
-
-    @property
     def loads_short(self) -> bool:
         """Whether fewer rows than a tile's are loaded alone. Of tiles of 32 rows it gains nothing."""
         return self.rows > 32 and self.cluster_size == 1

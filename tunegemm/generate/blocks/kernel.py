@@ -121,18 +121,17 @@ class Consumer(ManySums, FewSums, NarrowSums, consumer.Consumer):
         return phases
 
     def place_of(self, value):
-        """Where one of a WGMMA's values is added up: with many rows, in its neighbour's place.
+        """Where one of a WGMMA's values is added up: in its neighbour's place.
 
         Split sums are stored by four, so ptxas gives even places even registers, as WGMMA gives even values.
         An FFMA that reads two registers of one bank holds up the other warpgroup's WGMMAs.
         """
-        return value ^ 1 if self.config.swaps_sums else value
+        return value ^ 1
 
     def put_in_order(self, sums):
         """Undo `place_of` before sums are stored, which only renames registers."""
-        if self.config.swaps_sums:
-            for even in range(0, self.config.accumulator_registers, 2):
-                sums[even], sums[even + 1] = sums[even + 1], sums[even]
+        for even in range(0, self.config.accumulator_registers, 2):
+            sums[even], sums[even + 1] = sums[even + 1], sums[even]
 
     @cute.jit
     def meet_turns(self, sums, again):

@@ -103,4 +103,5 @@ class FewSums:
             cute.autovec_copy(pairs[(None, group)], pair)
             for value in cutlass.range_constexpr(4):
                 index = group * 4 + value
-                sums[first + index] = sums[first + index] + part[index] * weight * pair[value % 2]
+                place = first + self.place_of(index)
+                sums[place] = sums[place] + part[index] * weight * pair[value % 2]

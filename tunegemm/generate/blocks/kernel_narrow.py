@@ -254,10 +254,12 @@ class NarrowSums:
         if plain:
             for index in cutlass.range_constexpr(self.config.atom_registers):
                 scale, other = own[index // 2 % 2], pairs[index % 2, index // 4]
-                sums[index] = sums[index] + part[index] * scale * other
+                place = self.place_of(index)
+                sums[place] = sums[place] + part[index] * scale * other
         else:
             for index in cutlass.range_constexpr(self.config.atom_registers):
                 first, second = own[index // 2 % 2], pairs[index % 2, index // 4]
                 if cutlass.max(first, -first) > cutlass.max(second, -second):  # not of NaN
                     first, second = second, first
-                sums[index] = sums[index] + part[index] * first * second
+                place = self.place_of(index)
+                sums[place] = sums[place] + part[index] * first * second
