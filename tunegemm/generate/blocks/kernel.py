@@ -7,7 +7,7 @@ each block's scales into the ring (`kernel_scales`). The tensor cores add up one
 blocks, once the stage is given back (`kernel_many`, `kernel_few`): the other warpgroup multiplies meanwhile.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -23,23 +23,39 @@ from tunegemm.generate.blocks.kernel_narrow import LineEnds, LineProducer, Narro
 from tunegemm.generate.blocks.kernel_rows import RowProducer, boxes_of
 from tunegemm.generate.blocks.kernel_scales import SCALES_BARRIER, WORDS, Ends, Ring, ScaleProducer, Scales
 from tunegemm.generate.cute_sm90.config import MMA_ATOM_M, WARPGROUP_THREADS
-from tunegemm.generate.cute_sm90.kernel import consumer, gemm
+from tunegemm.generate.cute_sm90.kernel import consumer, gemm, schedule
 from tunegemm.generate.cute_sm90.kernel.epilogue import Epilogue
 from tunegemm.generate.cute_sm90.kernel.fusion import Fusion
 from tunegemm.generate.cute_sm90.kernel.layouts import Dtypes, Layouts, load_box, matrix_at
 from tunegemm.generate.cute_sm90.kernel.producer import Producer
-from tunegemm.generate.cute_sm90.kernel.schedule import (
-    NOWHERE,
-    Schedule,
-    ScheduleParams,
-    first_index,
-)
+from tunegemm.generate.cute_sm90.kernel.schedule import NOWHERE, ScheduleParams, first_index
 from tunegemm.generate.cute_sm90.kernel.split_k import SplitK, Workspace
+from tunegemm.generate.kernel_rasterization import raster_of, tile_at
 from tunegemm.generate.kernel_roles import begin, part_ways, place_in_block, prefetch, tensor_in
 
 #: Between the two turns, for each warpgroup of a tile: sums are there, and they were taken.
 THERE_BARRIER = SCALES_BARRIER + 1
 TAKEN_BARRIER = THERE_BARRIER + 3
+
+
+@dataclass(frozen=True)
+class Schedule(schedule.Schedule):
+    """As there, without a division where all tiles lie in one line: before the first load two take 0.15 us."""
+
+    def begun_by(self, cluster):
+        return replace(self, cluster=cluster, end=self.tiles() * self.params.split_k)
+
+    @cute.jit
+    def cluster_tile(self, tile):
+        """(cluster tile along m, along n, batch entry, which is 0) for a tile's index."""
+        params = self.params
+        tile_m, tile_n = Int32(0), Int32(tile)
+        if params.tiles_n == 1:
+            tile_m, tile_n = Int32(tile), Int32(0)
+        elif params.tiles_m > 1:
+            raster = raster_of(params.tiles_m, params.tiles_n, params.raster_along_m, params.swizzle_size)
+            tile_m, tile_n = tile_at(tile, raster)
+        return tile_m, tile_n, Int32(0)
 
 
 @dataclass(frozen=True)
