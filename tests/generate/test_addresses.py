@@ -173,17 +173,17 @@ def test_cutes_launches_take_addresses_between_fixed_numbers(
     monkeypatch.setattr(cute_launch, "load_function", lambda artifact: lambda *given: launched.append(given))
     workspace = Workspace(64, 8, 0)
     workspace.lend(4096)
-    make = cute_launch.load_launch(
-        tmp_path / "a.o", candidate(swap_ab=swap), h200, workspace if with_memory else None, (1, 2),
-        (8, 9), (5,),
-        unit_bytes=(16, 4),
+    launcher = cute_launch.load_launcher(
+        Problem(64, 32, 64), candidate(swap_ab=swap), h200, tmp_path / "a.o",
+        workspace if with_memory else None, (8, 9), (5,), unit_bytes=(16, 4),
     )  # fmt: skip
-    launch = make(10, 20, 30, 40, 50, 60)
+    a, b, out = (torch.empty(64, pitch).bfloat16() for pitch in (72, 80, 96))
+    launch = launcher.of(a[:, :64], b[:32, :64].t(), out[:, :32])
     launch(16, 32, 4, 77)
-    strides = (20, 10, 30, 50, 40, 60) if swap else (10, 20, 30, 40, 50, 60)
+    strides = (80, 72, 96, 2048, 4096, 2048) if swap else (72, 80, 96, 4096, 2048, 2048)
+    extents, operands = ((32, 64), (32, 16, 4)) if swap else ((64, 32), (16, 32, 4))
     memory = (4096, 4160) if with_memory else (0, 0)
-    operands = (32, 16, 4) if swap else (16, 32, 4)
-    assert launched == [(*operands, 1, 2, *strides, 8, 9, *memory, 5, 77, 70)]
+    assert launched == [(*operands, *extents, 64, 1, *strides, 8, 9, *memory, 5, 77, 70)]
     for addresses in ((8, 32, 4), (16, 40, 4), (16, 32, 6)):
         with pytest.raises(NotTaken):
             launch(*addresses)
@@ -192,19 +192,21 @@ def test_cutes_launches_take_addresses_between_fixed_numbers(
 
 @pytest.mark.parametrize(("raster", "order"), [("along_m", (1, 4)), ("along_n", (0, 4)), (None, ())])
 def test_a_kernel_of_vectors_gets_its_order_and_grid(
-    monkeypatch: pytest.MonkeyPatch, h200: Device, raster: str | None, order: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, h200: Device, raster: str | None, order: tuple[int, ...]
 ) -> None:
-    seen: list[Any] = []
-
-    def load(*given: Any, **words: Any) -> Any:
-        seen.append((given[4:], words))
-        return lambda *strides: None
-
-    monkeypatch.setattr(cute_launch, "load_launch", load)
+    launched: list[tuple[int, ...]] = []
+    (tmp_path / "a.o").touch()
+    monkeypatch.setattr(cute_launch, "load_function", lambda artifact: lambda *given: launched.append(given))
     launch = {"split_k": 3, "ctas": "tiles"} | ({"raster_order": raster, "swizzle_size": 4} if raster else {})
     chosen = Candidate.make("planted", TILE | {"vector_bytes": 8}, launch)
-    cute_launch.vector_launcher(Problem(64, 64, 64), chosen, h200, Path(), None)
-    assert seen == [(((64, 64, 64, 1), (*order, 6, 3)), {"unit_bytes": (8, 2)})]
+    launcher: Any = cute_launch.vector_launcher(Problem(64, 64, 64), chosen, h200, tmp_path / "a.o", None)
+    a, b, out = (torch.empty(64, 64).bfloat16() for _ in range(3))
+    launch = launcher.of(a, b.t(), out)
+    launch(8, 16, 2)
+    assert launched == [(8, 16, 2, 64, 64, 64, 1, *[64] * 3, *[4096] * 3, *order, 6, 3, 0, 0, 70)]
+    for addresses in ((4, 16, 2), (8, 16, 1)):
+        with pytest.raises(NotTaken):
+            launch(*addresses)
 
 
 class Driver:

@@ -83,7 +83,7 @@ def prepare(record: Record, device: Device) -> Prepared:
             _served.clear()
         launch = _served[key] = family.load(problem, candidate, device, path)
         # Captured graphs run the kernel, and the compiler's runtime unloads it with its last reference.
-        getattr(launch, "keep", partial(_kept.append, launch))()
+        (getattr(launch, "keep", None) or partial(_kept.append, launch))()
     # If TMA does not take a problem's operands, the family copies them.
     return Prepared(launch, tma=family.tma and tma_takes(problem), packed=not family.compiled)
 

@@ -22,7 +22,7 @@ from tunegemm.generate.launching import (
     words_reader,
 )
 from tunegemm.generate.takes import UNIT_BYTES, not_aligned
-from tunegemm.generate.tiles import persistent_grid
+from tunegemm.generate.tiles import persistent_grid, seen_by_kernel
 from tunegemm.generate.workspace import Workspace
 
 SHARED_LIBRARY = b"\3\0"
@@ -77,25 +77,26 @@ def prepare_loading(artifact: Path) -> None:
         import cutlass.cute  # noqa: F401
 
 
-def load_launch(
-    artifact: Path,
+def load_launcher(
+    problem: Problem,
     candidate: Candidate,
     device: Device,
+    artifact: Path,
     workspace: Workspace | None,
-    extents: Sequence[int],
     schedule: Sequence[int],
     addresses: Sequence[int] = (),
     *,
     unit_bytes: tuple[int, int] = (UNIT_BYTES, UNIT_BYTES),
-) -> Callable[..., AddressLaunch]:
-    """A function of the six strides, as in `launching.Places`, that returns the launch for them.
+) -> AddressLauncher:
+    """A launcher of an object.
 
-    extents, schedule: the arguments before and after the strides. addresses: the arguments after the
-    workspace's. unit_bytes: the alignment of A and B, and of D; a launch raises NotTaken for other addresses.
+    schedule: the arguments after the strides. addresses: the arguments after the workspace's. unit_bytes: the
+    alignment of A and B, and of D; a launch raises NotTaken for other addresses.
     """
     from torch._C import _cuda_getCurrentRawStream as current_stream  # 0.1 us, torch.cuda.current_stream 0.5
 
-    function, index = load_function(artifact), device.index
+    function, index, seen = load_function(artifact), device.index, seen_by_kernel(problem, candidate)
+    extents = seen.m, seen.n, seen.k, seen.batch
     swap, (in_mask, out_mask) = bool(candidate.params.get("swap_ab", False)), (n - 1 for n in unit_bytes)
 
     def make(lda: int, ldb: int, ldd: int, a_step: int, b_step: int, d_step: int) -> AddressLaunch:
@@ -125,23 +126,21 @@ def load_launch(
 
         return launch
 
-    make.keep = functools.partial(kept.setdefault, _key(artifact), function)  # type: ignore[attr-defined]
-    return make
+    words = words_reader(problem) if problem.fused.words else None
+    keep = functools.partial(kept.setdefault, _key(artifact), function)
+    return AddressLauncher(operand_reader(problem, *unit_bytes), make, words, keep)
 
 
 def vector_launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
     """A launcher of a kernel that reads A and B by vectors of `vector_bytes`."""
-    extents = (problem.m, problem.n, problem.k, problem.batch)
     order: tuple[int, ...] = ()
     if "raster_order" in candidate.params:
         order = int(candidate["raster_order"] == "along_m"), int(candidate["swizzle_size"])
     schedule = (*order, persistent_grid(problem, candidate, device), int(candidate["split_k"]))
     units = int(candidate["vector_bytes"]), DTYPE_BYTES[problem.out_dtype]
-    make = load_launch(artifact, candidate, device, workspace, extents, schedule, unit_bytes=units)
-    words = words_reader(problem) if problem.fused.words else None
-    return AddressLauncher(operand_reader(problem, *units), make, words)
+    return load_launcher(problem, candidate, device, artifact, workspace, schedule, unit_bytes=units)
 
 
 def forget() -> None:

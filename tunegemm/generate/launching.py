@@ -53,19 +53,19 @@ class AddressLauncher:
         read: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[Any, ...]],
         make: Callable[..., AddressLaunch],
         read_words: Callable[[Sequence[Any]], Sequence[int]] | None = None,
+        keep: Callable[[], object] | None = None,
     ) -> None:
         """
         read: returns the addresses of (a, b, out), then their strides, like an `operand_reader`; raises
         ValueError if the kernel cannot read or write them. make: returns the launch for such strides.
         read_words: returns the words of the epilogue's operands, if the kernel has an epilogue.
+        keep: lets the kernel live for as long as the process, also without its launchers.
         """
         self._read = read
         self._make = make
         self._read_words = read_words
         self._made: dict[tuple[Any, ...], AddressLaunch] = {}
-        if keep := getattr(make, "keep", None):
-            self.keep = keep
-            """Lets the kernel live for as long as the process, also without its launchers."""
+        self.keep = keep
 
     def of(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> AddressLaunch:
         """The launch for operands with these strides, whose addresses must be aligned as well as these are.

@@ -177,8 +177,7 @@ def load_launcher(
 
         return launch
 
-    make.keep = never_unloaded  # type: ignore[attr-defined]
-    return AddressLauncher(read or operand_reader(problem), make)
+    return AddressLauncher(read or operand_reader(problem), make, keep=never_unloaded)
 
 
 def scalars_of(seen: Problem, candidate: Candidate) -> dict[str, int]:

@@ -147,9 +147,9 @@ def launcher(
             )
         return *addresses, a.stride(), b.stride(), out.stride()
 
-    make.keep = never_unloaded  # type: ignore[attr-defined]
     make(*packed_strides(problem))  # raises now, not at the first launch
-    return AddressLauncher(read, make, words_reader(problem) if problem.epilogue else None)
+    words = words_reader(problem) if problem.epilogue else None
+    return AddressLauncher(read, make, words, keep=never_unloaded)
 
 
 def label(candidate: Candidate) -> str:

@@ -12,19 +12,12 @@ from tunegemm.describe.clusters import places_of, usual_neighbours
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.generate.cute_launch import load_launch
+from tunegemm.generate.cute_launch import load_launcher
 from tunegemm.generate.cute_sm90.config import KernelConfig
 from tunegemm.generate.cute_sm90.rules import RULES, config_of
 from tunegemm.generate.generator import TileGenerator
-from tunegemm.generate.launching import (
-    AddressLauncher,
-    Launcher,
-    operand_reader,
-    through_aligned_copies,
-    tma_takes,
-    words_reader,
-)
-from tunegemm.generate.tiles import balanced, divided, ordered_sum, seen_by_kernel, streams, tile_count
+from tunegemm.generate.launching import Launcher, through_aligned_copies, tma_takes
+from tunegemm.generate.tiles import balanced, divided, ordered_sum, streams, tile_count
 from tunegemm.generate.workspace import Workspace
 
 
@@ -142,24 +135,14 @@ def l2_hint(candidate: Candidate) -> int:
 def launcher(
     problem: Problem, candidate: Candidate, device: Device, artifact: Path, workspace: Workspace | None
 ) -> Launcher:
-    seen = seen_by_kernel(problem, candidate)
-    extents = (seen.m, seen.n, problem.k, problem.batch)
     division = Division.of(problem, candidate, device)
     along_m, swizzle_size = candidate["raster_order"] == "along_m", int(candidate["swizzle_size"])
     order = Order.of(config_of(problem, candidate), device, division.clusters, swizzle_size, along_m)
     schedule = (
-        int(along_m),
-        swizzle_size,
-        order.across,
-        order.along,
-        division.clusters,
-        division.split,
-        int(division.second_kernel),
-        l2_hint(candidate),
-    )
-    make = load_launch(artifact, candidate, device, workspace, extents, schedule, (order.address,))
-    words = words_reader(problem) if problem.fused.words else None
-    launch = AddressLauncher(operand_reader(problem), make, words)
+        int(along_m), swizzle_size, order.across, order.along, division.clusters, division.split,
+        int(division.second_kernel), l2_hint(candidate),
+    )  # fmt: skip
+    launch = load_launcher(problem, candidate, device, artifact, workspace, schedule, (order.address,))
     return launch if tma_takes(problem) else through_aligned_copies(problem, launch)
 
 
