@@ -39,6 +39,7 @@ from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import FAMILY, is_torch
 from tunegemm.groups import grouped
+from tunegemm.model import grouped as table
 from tunegemm.report.explain import candidate_of
 from tunegemm.store.record import Record
 
@@ -329,8 +330,8 @@ class Groups(Trial):
         self.serve()
         self._wait(inputs[0].mT if along else inputs[0])
         self._take([x.mT for x in inputs] if along else inputs, lambda x: exact(x.mT if along else x))
-        ((choice, _),) = self._groups.loaded.all()
-        self.label = str(choice.config)
+        find: Any = table.choose_along_k if along else lambda *x, **y: table.choose(*x, gate=self._gate, **y)
+        self.label = str(find(groups, *((k, n) if along else (n, k)), rows, gpu=device.name).config)
 
     def _wait(self, x: Any) -> None:
         """Until the kernel is compiled, where it does not ship."""

@@ -45,7 +45,8 @@ def launches(launched: list[tuple[int, ...]]) -> dict[str, Callable[..., None]]:
     def few(a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, **words: Any) -> None:
         of = routing.few(configs("bf16")["co64x32"], 0, lambda name, index: bind)
         assert of is not None
-        of(a, weights, out, offsets, bias, **words)(a, weights, out, offsets, bias, None)
+        beside = () if bias is None else (bias,)
+        of(a, weights, out, offsets, bias, **words)(a, weights, offsets, *beside, out)
 
     found: dict[str, Callable[..., None]] = {
         kind: partial(GroupedKernel(configs(kind)["pp128x128"], function).launch, blocks=132)

@@ -92,17 +92,17 @@ def test_few_rows_refuse_each_operand(kind: str, which: int) -> None:
     assert of is not None
     a, weights, ends, bias = operands([0, 1, 0, 1], 64, 512)
     out = torch.zeros(2, 64 // (1 + (kind == "gated")), device="cuda", dtype=BF16)
-    given = [a, weights, out, ends, bias]
-    launch = of(*given)
-    launch(*given, None)
+    launch = of(a, weights, out, ends, bias)
+    given = [a, weights, ends, bias, out]
+    launch(*given)
     # Of the others an address of whole elements will do: those are all that torch makes.
     for num_bytes in (2, 8) if which < 2 else ():
         others = [*given]
         others[which] = moved(given[which], num_bytes)
         with pytest.raises(NotTaken):
-            launch(*others, None)
+            launch(*others)
     others = [*given]
     others[which] = moved(given[which], 16 if which < 2 else given[which].element_size())
-    launch(*others, None)
+    launch(*others)
     torch.cuda.synchronize()
-    assert torch.equal(others[2], out) and bool(out.any())
+    assert torch.equal(others[4], out) and bool(out.any())

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import grouped_mm as torchs
 
 import tunegemm
+from tests.support.grouped import groups_of
 from tunegemm.dispatch import api
 from tunegemm.errors import ProblemError
 from tunegemm.groups import grouped
@@ -25,11 +26,15 @@ class Along:
     def __init__(self) -> None:
         self.calls: list[tuple[int, ...]] = []
 
-    def load(self, choice: Any, index: int) -> Any:
-        return (lambda *operands: self) if isinstance(choice, AlongKChoice) else None
+    def load(self, choice: Any, device: Any) -> Any:
+        return self.of if isinstance(choice, AlongKChoice) else None
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, offs: torch.Tensor) -> None:
+    def of(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, offs: torch.Tensor) -> Any:
         assert a.stride(1) == b.stride(1) == 1 and out.is_contiguous()
+        return self
+
+    def __call__(self, turned: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, out: torch.Tensor) -> None:
+        a = turned.mT
         self.calls.append((*out.shape, len(a)))
         first = 0
         for group, end in enumerate(offs.tolist()):
@@ -42,7 +47,7 @@ def along(serve: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = Along()
     choice = AlongKChoice(listed_along_k()[0], 8)
     monkeypatch.setattr(grouped, "choose_along_k", lambda *extents, gpu: choice)
-    monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
+    monkeypatch.setattr(grouped, "groups", groups_of(found.load))
     before = api.serve_by(serve())
     yield found
     api.serve_by(before)

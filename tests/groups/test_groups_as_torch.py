@@ -19,7 +19,7 @@ from torch.nn.functional import grouped_mm as torchs
 import tunegemm
 from tests.groups.test_along_k import Along
 from tests.support.as_torch import enabled, outcome_of
-from tests.support.grouped import Loops
+from tests.support.grouped import Loops, groups_of
 from tests.support.groups_as_torch import BF16, DIVISIONS, disagreements, ends, samples, scaled_samples
 from tests.support.serving import deterministic
 from tunegemm.groups import grouped
@@ -46,7 +46,7 @@ def kernel(loops: Loops, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
     monkeypatch.setattr(takeover, "DEVICE_KEYS", ("CPU",))
     monkeypatch.setattr(grouped, "choose", partial(choose, ordered=True))
     monkeypatch.setattr(grouped, "choose_along_k", lambda *extents, gpu: along)
-    monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
+    monkeypatch.setattr(grouped, "groups", groups_of(found.load))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield found

@@ -1,4 +1,4 @@
-"""Which kernel of groups is loaded, and on which device its launches run."""
+"""Which kernel of groups is loaded, and for how many multiprocessors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ CONFIG = configs("bf16")["pp128x128"]
         (AlongKChoice(listed_along_k()[0], 8), 132, False, {"blocks": 132, "swizzle_size": 8}),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("current", [0, 1])
 def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
-    monkeypatch: pytest.MonkeyPatch, choice: Any, budget: int, is_few: bool, words: Any, current: int
+    monkeypatch: pytest.MonkeyPatch, choice: Any, budget: int, is_few: bool, words: Any
 ) -> None:
     bound: list[Any] = []
-    entered: list[int] = []
+    place = torch.device("cuda", 0)
     device = H200 if budget == 132 else H200.with_sm_budget(budget)
 
     def of(*operands: Any, **given: Any) -> Any:
@@ -44,17 +43,15 @@ def test_a_kernel_is_bound_to_the_multiprocessors_that_it_may_use(
     monkeypatch.setattr(extension, "device_of", lambda place: device)
     monkeypatch.setattr(extension, "loaded", lambda maker, config, place: SimpleNamespace(of=of))
     monkeypatch.setattr(grouped.routing, "few", lambda config, index: ("few", config, index))
-    monkeypatch.setattr(grouped, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or nullcontext())
-    kernel = grouped.Groups().load_compiled(choice, 0)
+    kernel = grouped.Groups().load(choice, place)
     if is_few:
         assert kernel == ("few", CONFIG, 0)
         return
     assert kernel is not None
     kernel("a", "b")("c")
-    assert bound == [words, ("c",)] and entered == ([] if current == 0 else [0])
+    assert bound == [words, ("c",)]
     monkeypatch.setattr(extension, "loaded", lambda *_: None)
-    assert grouped.Groups().load_compiled(choice, 0) is None
+    assert grouped.Groups().load(choice, place) is None
 
 
 @pytest.mark.parametrize(

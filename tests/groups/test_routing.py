@@ -270,7 +270,7 @@ SCRIPT = """
 import torch, tunegemm
 from functools import partial
 from tests.groups.test_experts import by_loops, layer
-from tests.support.grouped import Loops
+from tests.support.grouped import Loops, groups_of
 from tests.support.serving import Row
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import find_device
@@ -307,7 +307,7 @@ def load(name, index):
     return bind
 
 device = find_device("model:h200")
-grouped.groups = grouped.Groups(Loops().load)
+grouped.groups = groups_of(Loops().load)
 routing.routing = routing.Routing(load)
 api.serve_by(Dispatcher(Planner(device_type="cpu", read=lambda: Snapshot([]), find=lambda spec: device)))
 gate = {"activation": routing.Gate()}
@@ -354,8 +354,9 @@ def test_few_rows_are_launched_with_their_strides(steps: Steps) -> None:
     a, weights = torch.randn(2, 40).bfloat16()[:, :32], torch.randn(5, 16, 48).bfloat16()[..., :32]
     ends, bias = torch.zeros(5, dtype=torch.int32), torch.randn(16).bfloat16().expand(5, 16)
     for of, n, words in ((few, 16, (None,)), (gated, 8, (bias,))):
-        given = a, weights, torch.empty(2, n, dtype=a.dtype), ends, *words
-        of(*given, interleaved=of is gated)(*given, None)
+        out = torch.empty(2, n, dtype=a.dtype)
+        launch = of(a, weights, out, ends, *words, interleaved=of is gated)
+        launch(a, weights, ends, *filter(lambda each: each is not None, words), out)
     assert steps.calls == ["few bf16 False", "few bf16 True"]
     plain, of_gate = seen
     assert plain["bias"] is a and of_gate["bias"] is bias

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tests.support.fusing import close
 from tests.support.gates import Kernels
-from tests.support.grouped import Loops
+from tests.support.grouped import Loops, groups_of
 from tests.support.layers import INNER, WIDTH, Own, given, made
 from tunegemm.groups import grouped
 from tunegemm.layers import backend, fusion, patterns, sites
@@ -461,7 +461,7 @@ def test_products_that_are_no_layers(kernels: Kernels, name: str) -> None:
 
 def test_products_of_rows_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     loops = Loops()
-    monkeypatch.setattr(grouped, "groups", grouped.Groups(loops.load))
+    monkeypatch.setattr(grouped, "groups", groups_of(loops.load))
     weights, ends = given(3, WIDTH), torch.tensor([5, 5, 16], dtype=torch.int32)
     model = Own(lambda m, x, w, e: F.grouped_mm(x[0], w, offs=e)).eval()
     assert counts_of(model, given(1, 16), weights, ends) == {"product": 1} and len(loops.calls) == 2

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 
 from tunegemm.describe.epilogue import Epilogue
+from tunegemm.groups.grouped import Groups
 
 #: By the names that kernels' configs have.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def groups_of(load: Callable[..., Any]) -> Groups:
+    """Products of groups by kernels that a function loads, of a choice and a device."""
+    found = Groups()
+    found.load = load  # type: ignore[method-assign]
+    return found
 
 
 class Loops:
@@ -25,23 +33,28 @@ class Loops:
         """Computes nothing, so that torch is asked for nothing."""
         self.error: Exception | None = None
 
-    def load(self, choice: Any, index: int) -> Callable[..., None] | None:
+    def load(self, choice: Any, device: Any) -> Callable[..., None] | None:
         self.loads += 1
         if self.error is not None:
             raise self.error
         return partial(self.of, choice.config.fused) if self.found else None
 
-    def of(self, fused: Epilogue, *operands: Any, **words: Any) -> Callable[..., None]:
-        """As `GroupedKernel.of`."""
-        return lambda *operands: self(fused, *operands, **words)
-
-    @torch.no_grad()  # as kernels, of which autograd sees nothing
-    def __call__(
+    def of(
         self, fused: Epilogue, a: Any, weights: Any, out: Any, offs: Any, bias: Any, scales: Any, *,
         interleaved: bool,
-    ) -> None:  # fmt: skip
+    ) -> Callable[..., None]:  # fmt: skip
+        """As `GroupedKernel.of`."""
         assert 1 in weights.stride()[1:] and (bias is None or bias.ndim == 2)
         assert (scales is not None) == fused.scales
+        return partial(self, fused, interleaved)
+
+    @torch.no_grad()  # as kernels, of which autograd sees nothing
+    def __call__(self, fused: Epilogue, interleaved: bool, a: Any, b: Any, offs: Any, *others: Any) -> None:
+        *beside, out = others
+        bias, scales = (*beside, None, None)[:2]
+        weights = b.mT
+        if bias is not None:
+            bias = bias.expand(weights.shape[:2])
         self.calls.append((a.shape[0], *weights.shape, *fused.steps))
         if self.quiet:
             return

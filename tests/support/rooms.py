@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.grouped import Loops
+from tests.support.grouped import Loops, groups_of
 from tests.support.serving import ByAddress, Kernel, Row, dispatcher_of
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
@@ -48,7 +48,7 @@ def by_address(serve):
 @pytest.fixture
 def loops(serve, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loops]:
     found = Loops()
-    monkeypatch.setattr(grouped, "groups", grouped.Groups(found.load))
+    monkeypatch.setattr(grouped, "groups", groups_of(found.load))
     before = api.serve_by(serve())
     yield found
     api.serve_by(before)

@@ -285,7 +285,7 @@ def launch_around() -> None:
         for ends in ([0, 1, 1, 3, 3], [1, 1, 1, 2, 2], [-5, 40, 2, 2**31 - 1, 7]):
             out = torch.zeros(3, 34 // (1 + (kind == "gated")), device="cuda", dtype=torch.bfloat16)
             given = torch.tensor(ends, dtype=torch.int32, device="cuda"), weights[:, :, 0].contiguous()
-            of(a, weights, out, *given)(a, weights, out, *given, None)
+            of(a, weights, out, *given)(a, weights, *given, out)
     print("around", flush=True)
 
 

@@ -239,10 +239,10 @@ def loaded(family: Kernels, config: Any, device: torch.device) -> Any:
     Raises TunegemmError, OSError or RuntimeError if there is none.
     """
     name, index = family.name, device.index or 0
-    if (reason := family.cannot_launch(device_of(device))) is not None:
-        raise ArtifactError(reason)
     kernel = _kernels.get((name, config, index))
     if kernel is None:
+        if (reason := family.cannot_launch(device_of(device))) is not None:
+            raise ArtifactError(reason)
         artifact = compiled(name, family.key_of(config))
         if artifact is None:
             return None
@@ -254,6 +254,9 @@ def loaded(family: Kernels, config: Any, device: torch.device) -> Any:
 
 class Family:
     """A family whose kernels no record names: loads them and launches them, or warns why they cannot run."""
+
+    of_tensors = False
+    """Whether launches take tensors in place of their addresses."""
 
     def __init__(self, kernels: Kernels, what: str, otherwise: str) -> None:
         """what, otherwise: what the kernels compute, and what does so without them, as warnings say it."""
@@ -293,7 +296,7 @@ class Family:
         choose: Callable[..., tuple[Any, Callable[[Any], Any]] | None],
         *facts: Any,
     ) -> tuple[torch.Tensor, ...] | None:
-        """Launch at the addresses of the operands and the results; None if torch must compute them.
+        """Launch with the operands and the results; None if torch must compute them.
 
         The first operand's device is the current one meanwhile.
         allocate: makes the results, from the operands and the facts. It is not called for calls that torch
@@ -314,7 +317,8 @@ class Family:
             return None
         results = allocate(*tensors, *facts)
         try:
-            known.launch(*map(data_ptr, (*tensors, *results)))
+            given = (*tensors, *results)
+            known.launch(*given if self.of_tensors else map(data_ptr, given))
         except NotTaken:
             return None
         except (RuntimeError, ValueError) as error:

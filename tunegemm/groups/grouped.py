@@ -19,12 +19,10 @@ from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN, are_torchs
-from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import (
     capturing,
-    current_device,
     deterministic,
     dispatch_modes,
     functorch_level,
@@ -37,7 +35,6 @@ from tunegemm.generate import along_k
 from tunegemm.generate import grouped as kernels
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.grouped.operands import objection
-from tunegemm.generate.takes import NotTaken
 from tunegemm.groups import routing
 from tunegemm.model.grouped import FP8, AlongKChoice, GroupedChoice, choose, choose_along_k, maker_of
 from tunegemm.store.checks import record_objection
@@ -46,13 +43,11 @@ from tunegemm.store.checks import record_objection
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: FP8}
 #: What torch (2.13) multiplies in groups but does not trace.
 _UNTRACED = torch.float16, torch.float32
-#: Launches into an output. The arguments are a, the weights as (groups, N, K), the output, the groups' ends,
-#: the bias or None, and the scales of a's rows or None; fp8 products pass the scales of b's columns in place
-#: of the bias. For groups along k they are a's transpose, b, the output and the groups' ends.
-Launch = Callable[..., None]
-#: Returns the launch for operands with this layout, and for gate and up interleaved or not. Both the kernel
-#: and its launch raise NotTaken for operands that the kernel does not take.
-Kernel = Callable[..., Launch]
+#: Returns the launch for operands with this layout: a, the weights as (groups, N, K), the output, the groups'
+#: ends, the bias or None, and the scales of a's rows or None; fp8 products pass the scales of b's columns in
+#: place of the bias. For groups along k they are a's transpose, b, the output and the groups' ends. A launch
+#: takes a, the weights or b, the groups' ends, the bias and the scales if there are any, and the output.
+Kernel = Callable[..., Callable[..., None]]
 
 
 def grouped_mm(
@@ -108,12 +103,10 @@ def grouped_mm(
 class Groups(extension.Family):
     """Computes grouped products with kernels. The process's instance is `groups`."""
 
-    def __init__(self, load: Callable[[Any, int], Kernel | None] | None = None) -> None:
-        """load: returns a choice's kernel on the device with an index; None until it is compiled."""
+    of_tensors = True
+
+    def __init__(self) -> None:
         super().__init__(kernels.FAMILY, "groups", "tunegemm.grouped_mm falls back to torch")
-        self._load = load or self.load_compiled
-        self.loaded = LaunchCache()
-        """Kernels, by choice and device."""
 
     def __call__(
         self, a: Any, b: Any, offs: Any, bias: Any, gate: str = "", interleaved: bool = False
@@ -161,30 +154,17 @@ class Groups(extension.Family):
             a.numel(), b.numel(), len(tensors), gate, interleaved,
             (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, beside % ALIGNMENT == 0,
         )  # fmt: skip
-        known = self.launches.find(key, *tensors)
-        if known is None:
-            if not offs.is_contiguous():
-                return self.below_autograd(a, b, offs.contiguous(), bias, gate, interleaved, scales)
-            known = self.decide(
-                key, tensors, lambda: self._choose(a, b, offs, bias, gate, interleaved, scales)
-            )
-        if known is None or known.launch is None:
-            return None
-        operands = _operands(a, b, offs, bias, gate, scales)
-        try:
-            known.launch(*operands)
-        except NotTaken:
-            return None
-        except (RuntimeError, ValueError) as error:
-            self.failed(a.device, error)
-            self.launches.keep(key, None, *tensors)
-            return None
-        return operands[2]
+        kind = gate, interleaved, scales is not None
+        results = self.launch(key, tensors, _allocate, self._choose, kind)
+        return None if results is None else results[0]
 
-    def _choose(
-        self, a: Any, b: Any, offs: Any, bias: Any, gate: str, interleaved: bool, scales: Any
-    ) -> tuple[Any, Callable[[Kernel], Launch]] | None:
-        """See `Family.decide`."""
+    def _choose(self, a: Any, b: Any, offs: Any, *others: Any) -> Any:
+        """See `Family.launch`."""
+        if not offs.is_contiguous():  # kernels read no stride
+            choice = self._choose(a, b, offs.contiguous(), *others)
+            return choice and (choice[0], partial(_with_copied_ends, choice[1]))
+        *beside, out, (gate, interleaved, _) = others
+        bias, scales = (*beside, None, None)[:2]
         if not fits(a, b, offs, bias, gated=bool(gate), scales=scales):
             return None
         try:
@@ -194,9 +174,12 @@ class Groups(extension.Family):
             return None
         if choice is None:
             return None
-        operands = _operands(a, b, offs, bias, gate, scales)
-        words = {"interleaved": interleaved} if b.ndim == 3 else {}
-        return choice, lambda kernel: kernel(*operands, **words)
+        if b.ndim == 2:
+            return choice, lambda kernel: kernel(a.mT, b, out, offs)
+        weights = b.mT
+        if bias is not None and bias.ndim == 1:
+            bias = bias.expand(weights.shape[:2])
+        return choice, lambda kernel: kernel(a, weights, out, offs, bias, scales, interleaved=interleaved)
 
     def falls_back(self, tensors: Sequence[torch.Tensor], why: str) -> None:
         """Warn that a grouped product breaks the policy's promise of one order of sums."""
@@ -209,52 +192,33 @@ class Groups(extension.Family):
                 about=("order of groups", why, tuple(b.shape), b.dtype),
             )
 
-    def load(self, config: Any, device: torch.device) -> Kernel | None:
-        place = config, device.index or 0
-        return self.loaded.once(place, lambda: self._load(*place))
-
-    def load_compiled(self, choice: GroupedChoice | AlongKChoice, index: int) -> Kernel | None:
-        place = torch.device("cuda", index)
-        device = extension.device_of(place)
-        is_whole = device.sm_count == device.fingerprint.sm_count  # the kernel for few rows fills the GPU
-        if isinstance(choice, GroupedChoice) and choice.is_few and is_whole:
-            return routing.few(choice.config, index)
-        words: dict[str, Any] = {"blocks": device.sm_count, "swizzle_size": choice.swizzle_size}
-        if isinstance(choice, GroupedChoice):
-            maker = maker_of(choice.config)
-            words["l2_hint"] = choice.l2_hint
+    def load(self, config: GroupedChoice | AlongKChoice, device: torch.device) -> Kernel | None:
+        seen = extension.device_of(device)
+        is_whole = seen.sm_count == seen.fingerprint.sm_count  # the kernel for few rows fills the GPU
+        if isinstance(config, GroupedChoice) and config.is_few and is_whole:
+            return routing.few(config.config, device.index or 0)
+        words: dict[str, Any] = {"blocks": seen.sm_count, "swizzle_size": config.swizzle_size}
+        if isinstance(config, GroupedChoice):
+            maker = maker_of(config.config)
+            words["l2_hint"] = config.l2_hint
         else:
             maker = along_k.FAMILY
-        kernel = extension.loaded(maker, choice.config, place)
-        if kernel is None:
-            return None
-        of = partial(kernel.of, **words)
-
-        def of_there(*operands: Any, **words: Any) -> Launch:
-            launch = of(*operands, **words)
-
-            def launch_there(*operands: Any) -> None:
-                if current_device() == index:
-                    launch(*operands)
-                else:
-                    with torch.cuda.device(index):
-                        launch(*operands)
-
-            return launch_there
-
-        return of_there
+        kernel = extension.loaded(maker, config.config, device)
+        return None if kernel is None else partial(kernel.of, **words)
 
 
-def _operands(a: Any, b: Any, offs: Any, bias: Any, gate: str, scales: Any) -> tuple[Any, ...]:
-    """The operands of a `Launch`, the third of which is its output."""
+def _with_copied_ends(bind: Callable[[Kernel], Callable[..., None]], kernel: Kernel) -> Callable[..., None]:
+    launch = bind(kernel)
+    return lambda a, b, offs, *others: launch(a, b, offs.contiguous(), *others)
+
+
+def _allocate(a: Any, b: Any, offs: Any, *others: Any) -> tuple[torch.Tensor]:
+    """The output; see `Family.launch`."""
     if b.ndim == 2:
-        return a.mT, b, a.new_empty((offs.shape[0], a.shape[0], b.shape[1])), offs
-    weights = b.mT
-    dtype = a.dtype if scales is None else torch.bfloat16
-    result = a.new_empty((a.shape[0], weights.shape[1] // (2 if gate else 1)), dtype=dtype)
-    if bias is not None and bias.ndim == 1:
-        bias = bias.expand(weights.shape[:2])
-    return a, weights, result, offs, bias, scales
+        return (a.new_empty((offs.shape[0], a.shape[0], b.shape[1])),)
+    gate, _, scaled = others[-1]
+    shape = a.shape[0], b.shape[2] // (2 if gate else 1)
+    return (a.new_empty(shape, dtype=torch.bfloat16) if scaled else a.new_empty(shape),)
 
 
 def _choice_for(a: Any, b: Any, offs: Any, gate: str) -> GroupedChoice | AlongKChoice | None:

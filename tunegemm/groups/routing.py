@@ -335,9 +335,7 @@ def few(
             bias_stride=None if bias is None else bias.stride(0), gated=gated, interleaved=interleaved,
         )  # fmt: skip
         launch = bind(ctas, **numbers)
-        return lambda a, weights, out, ends, bias, scales: launch(
-            a, weights, ends, a if bias is None else bias, out
-        )
+        return launch if bias is not None else lambda a, weights, ends, out: launch(a, weights, ends, a, out)
 
     return of
 

@@ -30,12 +30,13 @@ class AlongK(LoadedKernel[KernelConfig]):
 
     def launch(self, a: Any, b: Any, out: Any, offsets: Any, **words: int) -> None:
         """One product on the current stream; see `of`."""
-        self.of(a, b, out, offsets, **words)(a, b, out, offsets)
+        self.of(a, b, out, offsets, **words)(a, b, offsets, out)
 
     def of(
         self, a: Any, b: Any, out: Any, offsets: Any, *, blocks: int, swizzle_size: int = 8
     ) -> Callable[..., None]:
-        """The launch of out[e] = a[rows of e]^T b[rows of e] for operands with these layouts.
+        """The launch of out[e] = a[rows of e]^T b[rows of e] for operands with these layouts, which takes a,
+        b, offsets and out.
 
         a: (rows, M). b: (rows, N). out: (E, M, N). Rows' strides, and those of out, are multiples of 16
         bytes. offsets: int32 (E). blocks: the grid, at most as many as are resident. swizzle_size: tiles
@@ -56,7 +57,7 @@ class AlongK(LoadedKernel[KernelConfig]):
             swizzle_size, max(1, blocks // self.config.cluster_size),
         )  # fmt: skip
 
-        def launch(a: Any, b: Any, out: Any, offsets: Any) -> None:
+        def launch(a: Any, b: Any, offsets: Any, out: Any) -> None:
             first_a, first_b, first, ends = a.data_ptr(), b.data_ptr(), out.data_ptr(), offsets.data_ptr()
             if (first_a | first_b | first) & (UNIT_BYTES - 1) or ends & 3:
                 raise not_aligned(a=first_a, b=first_b, out=first, offsets=ends)

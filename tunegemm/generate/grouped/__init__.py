@@ -39,13 +39,14 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
     ) -> None:
         """One product on the current stream; see `of`."""
         launch = self.of(a, weights, out, offsets, bias, scales, **words)
-        launch(a, weights, out, offsets, bias, scales)
+        launch(a, weights, offsets, *(each for each in (bias, scales) if each is not None), out)
 
     def of(
         self, a: Any, weights: Any, out: Any, offsets: Any, bias: Any = None, scales: Any = None, *,
         interleaved: bool = False, blocks: int, swizzle_size: int = 8, l2_hint: int = 0,
     ) -> Callable[..., None]:  # fmt: skip
-        """The launch for (a, weights, out, offsets, bias, scales) with these layouts.
+        """The launch for operands with these layouts, which takes a, weights, offsets, bias and scales if
+        there are any, and out.
 
         out[r] = a[r] weights[g]^T + bias[g] for the rows r of each group g; gated if the kernel is.
 
@@ -82,11 +83,12 @@ class GroupedKernel(LoadedKernel[GroupedConfig]):
             0 if bias is None else bias.stride(0), up_stride, swizzle_size, blocks, l2_hint,
         )  # fmt: skip
         bias_mask = 0 if bias is None else bias.element_size() - 1
+        biased, scaled = bias is not None, scales is not None
 
-        def launch(a: Any, weights: Any, out: Any, offsets: Any, bias: Any, scales: Any) -> None:
-            places = a.data_ptr(), weights.data_ptr(), out.data_ptr(), offsets.data_ptr()
-            first_bias = 0 if bias is None else bias.data_ptr()
-            first_scale = 0 if scales is None else scales.data_ptr()
+        def launch(a: Any, weights: Any, offsets: Any, *others: Any) -> None:
+            first_bias = others[0].data_ptr() if biased else 0
+            first_scale = others[1].data_ptr() if scaled else 0
+            places = a.data_ptr(), weights.data_ptr(), others[-1].data_ptr(), offsets.data_ptr()
             a, weights, out, offsets = places
             if (
                 (a | weights | out) & (UNIT_BYTES - 1)
