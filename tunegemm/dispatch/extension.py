@@ -194,11 +194,6 @@ class LaunchCache:
             known = self.keep(key, made)
         return None if known is None else known.launch
 
-    def all(self) -> dict[Any, list[Any]]:
-        """All decisions under this context's policy, by key."""
-        kept = api.dispatcher.planner.state.launches.get(self, {})
-        return {key: [known.launch for known in every] for key, every in kept.items()}
-
     def clear(self) -> None:
         """Forget all decisions under this context's policy."""
         api.dispatcher.planner.state.launches.pop(self, None)

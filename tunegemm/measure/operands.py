@@ -143,8 +143,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def count_sets(problem: Problem, l2_bytes: int, free_bytes: int) -> int:
-    """Return how many operand sets to make: over `L2_MULTIPLE` x L2, within 25 % of free memory, at least
-    1."""
+    """How many operand sets to make: over `L2_MULTIPLE` x L2, within 25 % of free memory, at least 1."""
     wanted = math.ceil(L2_MULTIPLE * l2_bytes / problem.memory_bytes)
     affordable = (free_bytes // 4) // problem.memory_bytes
     return max(1, min(wanted, affordable, MAX_SETS))
@@ -220,8 +219,7 @@ def _uniform(
 
 
 def _pitch(problem: Problem, extent: int) -> int:
-    """Return the line pitch in elements: the extent, or the next number with exactly the problem's
-    alignment."""
+    """The line pitch in elements: the extent, or the next number with exactly the problem's alignment."""
     if problem.alignment == problem.packed_alignment:
         return extent
     unit = problem.alignment // DTYPE_BYTES[problem.in_dtype]

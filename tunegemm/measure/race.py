@@ -167,8 +167,7 @@ def groups_of(order: Sequence[int], most: int) -> list[Sequence[int]]:
 def _take_turns(
     timed: Sequence[tuple[Replay, float]], group: Sequence[int], ms: float, waiting_for: Callable[[int], None]
 ) -> list[float]:
-    """Return the mean of the turns of each in the group. The next turn is enqueued before waiting for the
-    last."""
+    """The mean of the turns of each in the group. The next turn is enqueued before waiting for the last."""
     turns = list(group) * (_TURNS if len(group) > 1 else 1)
     runners = {index: SteadyState.of(*timed[index], ms / len(turns)) for index in group}
     taken: dict[int, list[float]] = {index: [] for index in group}

@@ -371,8 +371,7 @@ class Session:
         return reading
 
     def energy_mj_of(self, entry: Entry, settings: RaceSettings) -> float | None:
-        """Return the energy of one product; None if the device has no meter or the settings do not request
-        it."""
+        """The energy of one product; None if the device has no meter or the settings do not request it."""
         if not settings.energy_ms or self._backend.energy_mj() is None:
             return None
         self.announce(entry.job, "launch", LONGEST_METERING * settings.energy_ms * 1e-3)

@@ -35,8 +35,7 @@ _STEADY_MARGIN = 0.009
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return an interval of the median from order statistics (the sign test), with the confidence if
-    possible.
+    """An interval of the median from order statistics (the sign test), with the confidence if possible.
 
     Few samples cannot reach it: with fewer than six, 95 % is out of reach and the interval is the whole
     range.
@@ -184,6 +183,5 @@ def clearly_slower(
 
 
 def slower_by(samples: Sequence[float], leader: Sequence[float]) -> float:
-    """Return the fraction by which samples are slower than the leader's of the same rounds; negative if
-    faster."""
+    """The fraction by which samples are slower than the leader's of the same rounds; negative if faster."""
     return median(a / b for a, b in zip(samples, leader, strict=True)) - 1

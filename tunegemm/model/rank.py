@@ -123,8 +123,7 @@ def rank(problem: Problem, candidates: Iterable[Candidate], device: Device) -> l
 
 
 def _by(terms: Terms, lasting: Steady) -> Floats:
-    """Return the ranking key of a problem's kernels: at the power cap, the time at each kernel's own
-    clock."""
+    """The ranking key of a problem's kernels: at the power cap, the time at each kernel's own clock."""
     return lasting.us if lasting.at_cap else terms.total_us
 
 
