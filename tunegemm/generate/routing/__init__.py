@@ -44,25 +44,20 @@ DOWNS = {5: Down(1, 1, 1024, 1), MOST: Down(8, 2, 128, 2)}
 #: The most tokens of a layer that `few_up` and `few_down` compute, and the least experts per choice if there
 #: are several tokens, which may choose the same experts and read their weights twice.
 FEW_TOKENS, FEW_SHARE = 3, 8
+#: Each kernel's pointers: what they point to, by default the kernel's dtype, and ``*`` where that begins at a
+#: multiple of 16 bytes.
 _POINTERS = {
-    "route": {"index": "i32", "x": "i64", "place": "i32", "ends": "i32", "rows": "i64"},
-    "tally": {"index": "i32", "counts": "i32"},
-    "spread": {"index": "i32", "x": "i64", "counts": "i32", "place": "i32", "ends": "i32", "rows": "i64"},
-    "combine": {"rows": "", "place": "i32", "ends": "i32", "weights": "", "out": ""},
-    "gate": {"both": "", "out": ""},
-    "few": {"rows": "", "weights": "", "ends": "i32", "bias": "", "out": ""},
-    "few_up": {"index": "i32", "x": "", "weights": "", "bias": "", "out": ""},
-    "few_down": {"index": "i32", "rows": "", "weights": "", "bias": "", "factors": "", "out": ""},
+    "route": {"index": "i32", "x": "i64*", "place": "i32", "ends": "i32", "rows": "i64*"},
+    "tally": {"index": "i32", "counts": "i32*"},
+    "spread": {"index": "i32", "x": "i64*", "counts": "i32*", "place": "i32", "ends": "i32", "rows": "i64*"},
+    "combine": {"rows": "*", "place": "i32", "ends": "i32", "weights": "", "out": "*"},
+    "gate": {"both": "*", "out": "*"},
+    "few": {"rows": "*", "weights": "*", "ends": "i32", "bias": "", "out": ""},
+    "few_up": {"index": "i32", "x": "*", "weights": "*", "bias": "", "out": ""},
+    "few_down": {"index": "i32", "rows": "*", "weights": "*", "bias": "", "factors": "", "out": ""},
 }
 _ALIGNED = {
-    "route": ("x", "rows"),
-    "tally": ("counts",),
-    "spread": ("x", "counts", "rows"),
-    "combine": ("rows", "out"),
-    "gate": ("both", "out"),
-    "few": ("rows", "weights"),
-    "few_up": ("x", "weights"),
-    "few_down": ("rows", "weights"),
+    kernel: [name for name, kind in pointers.items() if "*" in kind] for kernel, pointers in _POINTERS.items()
 }
 
 
@@ -115,7 +110,8 @@ def _compile(key: Key, out: Path) -> Resources:
     factors = "factors" if name == "few_down" else "weights"  # of a token's experts
     dtypes = {"": key.get("dtype"), factors: key.get("weights", key.get("dtype"))}
     types = {
-        pointer: f"*{dtype or dtypes.get(pointer, dtypes[''])}" for pointer, dtype in _POINTERS[name].items()
+        pointer: f"*{kind.rstrip('*') or dtypes.get(pointer, dtypes[''])}"
+        for pointer, kind in _POINTERS[name].items()
     }
     arguments = {each: types.get(each, "i32") for each in function.arg_names if each not in constants}
     return build(function, arguments, constants, out, num_warps=warps, aligned=_ALIGNED[name])
