@@ -73,16 +73,6 @@ def test_a_decision_for_torch_ends_with_new_records(
     assert cache.find("a key", x) is known, "nothing can be decided in a capture"
 
 
-def test_what_is_made_once(planner: Planner) -> None:
-    cache, made = LaunchCache(), list[int]()
-
-    def make() -> Any:
-        made.append(len(made))
-        return made[-1] or None  # nothing at first
-
-    assert [cache.once("a key", make) for _ in range(3)] == [None, 1, 1] and made == [0, 1]
-
-
 @pytest.mark.parametrize("family", ["cute_sm90", ""])
 def test_which_family_serves(monkeypatch: pytest.MonkeyPatch, planner: Planner, family: str) -> None:
     asked: list[Any] = []

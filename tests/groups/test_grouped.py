@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
 from tests.support.grouped import DTYPES, Loops, groups_of
-from tests.support.serving import Row, dispatcher_of
+from tests.support.serving import Row, dispatcher_of, with_other_device_current
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -69,6 +69,24 @@ def test_a_kernel_serves_what_fits(loops: Loops) -> None:
     other = torch.tensor([0, 0, 1, 13], dtype=torch.int32)
     assert torch.equal(tunegemm.grouped_mm(a, b, offs=other), torchs(a, b, offs=other))
     assert loops.calls == [(13, GROUPS, N, K)] * 3 and loops.loads == 1
+
+
+def test_a_launch_has_the_operands_device_as_the_current_one(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, launched = with_other_device_current(monkeypatch), []
+    loops.of = lambda *_, **__: lambda *tensors: launched.append(current[-1])  # type: ignore[method-assign]
+    a, b, offs = operands()
+    tunegemm.grouped_mm(a, b, offs=offs)
+    assert launched == [0] and current == [1]
+
+
+def test_ends_with_gaps_are_copied_for_the_kernel(loops: Loops) -> None:
+    a, b, offs = operands()
+    apart = torch.stack((offs, offs), 1)[:, 0]
+    for _ in range(2):
+        assert torch.equal(tunegemm.grouped_mm(a, b, offs=apart), torchs(a, b, offs=offs))
+    assert len(loops.calls) == 2 and loops.loads == 1
 
 
 def test_what_a_launch_does_not_take_is_torchs_each_time(loops: Loops) -> None:

@@ -53,6 +53,7 @@ class Loops:
         *beside, out = others
         bias, scales = (*beside, None, None)[:2]
         weights = b.mT
+        assert offs.is_contiguous()
         if bias is not None:
             bias = bias.expand(weights.shape[:2])
         self.calls.append((a.shape[0], *weights.shape, *fused.steps))

@@ -5,7 +5,7 @@ This module has everything that it shares with `tunegemm.matmul` and needs from 
 
 - `LaunchCache` keeps decisions for operands of one layout, and forgets them when records, policy or mode
   change;
-- `Family` loads kernels that no record names, decides which calls they serve, and launches them at addresses;
+- `Family` loads kernels that no record names, decides which calls they serve, and launches them;
   `loaded` and `compiled` return such a kernel or its object; a kernel that does not ship is compiled in the
   background;
 - `policy`, `is_off`, `device_type` and `may_load` tell whether a kernel may serve now;
@@ -186,13 +186,6 @@ class LaunchCache:
         others = [item for item in kept.get(key, ()) if item.check is not None and not item.check(*tensors)]
         kept[key] = (known, *others[: _MOST_ALIKE - 1])
         return known
-
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The result of the first `make`; None is not kept."""
-        known = self.find(key)
-        if known is None and (made := make()) is not None:
-            known = self.keep(key, made)
-        return None if known is None else known.launch
 
     def clear(self) -> None:
         """Forget all decisions under this context's policy."""

@@ -124,7 +124,10 @@ class Groups(extension.Family):
 
     def are_checked(self) -> bool:
         """Whether to check values on the device, which makes the host wait: ``TUNEGEMM_CHECK_GROUPS``."""
-        return self.launches.once("are checked", lambda: read_switch("TUNEGEMM_CHECK_GROUPS", extension.warn))
+        known = self.launches.find("are checked")
+        if known is None:
+            known = self.launches.keep("are checked", read_switch("TUNEGEMM_CHECK_GROUPS", extension.warn))
+        return bool(known.launch)
 
     def below_autograd(
         self,
