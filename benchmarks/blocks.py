@@ -334,7 +334,7 @@ def measure(case: Case, run: Run) -> dict[str, Any]:
 
 def raced(run: Run, shape: tuple[int, int, int]) -> dict[str, tuple[BlockConfig, int]]:
     """By its name each kernel of a race, and its k splits: of each the two with the least estimates, if those
-    are up to 1.6 times the least of all. shape: rows, N, K.
+    are up to 1.4 times the least of all. shape: rows, N, K.
     """
     found: list[tuple[float, str, BlockConfig, int]] = []
     for each in candidates(path=run.options.every):
@@ -342,7 +342,7 @@ def raced(run: Run, shape: tuple[int, int, int]) -> dict[str, tuple[BlockConfig,
             times = {by: each.estimate(*shape, by, run.device.name) for by in splits_of(each.config, *shape)}
             best = sorted(times, key=times.__getitem__)[:2]
             found += [(times[by], f"{each.name} k{by}", each.config, by) for by in best]
-    most = 1.6 * min(time for time, *_ in found)
+    most = 1.4 * min(time for time, *_ in found)
     return {name: (config, by) for time, name, config, by in found if time <= most}
 
 

@@ -59,6 +59,7 @@ def test_two_turns_need_an_even_number_of_stages() -> None:
         ({"scale_k": 32, "turns": 1, "tile_m": 256, "stages": 4}, "one WGMMA's rows"),
         ({"scale_k": 32, "parts": 3}, "one WGMMA's rows"),
         ({"scale_k": 32, "stages": 2}, "or two"),
+        ({"cluster_m": 2, "cluster_n": 2}, "a line of CTAs"),
         ({"tile_n": 176, "turns": 1, "tile_m": 128, "parts": 1, "stages": 4, "epi_n": 16}, "into 3 blocks"),
     ):
         with pytest.raises(ValueError, match=says):

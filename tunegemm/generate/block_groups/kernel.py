@@ -236,13 +236,12 @@ class Gemm(GroupedGemm):
             consumer, own = group - 1, (thread - WARPGROUP_THREADS) % WARPGROUP_THREADS
             way_out = kernel_rows.Epilogue if const_expr(config.many) else Epilogue
             epilogue = way_out(config, self.dtypes.out, epilogue_mma, sD, *out, consumer, own)
-            released = ring.for_consumer(thread % 32, (rank, Int32(0)))
             first, adding = (
                 self.layouts.tiled_mma(config.tile_warpgroups, config.wgmma_columns) for _ in range(2)
             )
             operands = (sB, sA) if const_expr(config.many) else (sA, sB)
             Consumer(
-                config, self.dtypes.acc, first, *operands, released, epilogue, None, consumer, sScales, own,
+                config, self.dtypes.acc, first, *operands, ring, epilogue, None, consumer, sScales, own,
                 adding,
             ).run(walk, k_tiles)  # fmt: skip
 

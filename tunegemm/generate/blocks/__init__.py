@@ -41,6 +41,8 @@ def config_of(parameters: Mapping[str, Any], *, out_dtype: str = "bf16") -> Bloc
         raise ValueError(f"{config.label}: two turns need an even number of stages")
     if config.narrow and (config.atoms_per_warpgroup > 1 or GROUPS % config.parts):
         raise ValueError(f"{config.label}: with scales of 32 of k a warpgroup has one WGMMA's rows")
+    if config.cluster_m > 1 and config.cluster_n > 1:
+        raise ValueError(f"{config.label}: clusters are a line of CTAs")
     if config.parts > 1 and config.atoms_per_warpgroup > 1:
         raise ValueError(f"{config.label}: a warpgroup of two WGMMAs' rows has one block at a time")
     if config.spans > 2 and not config.few:

@@ -40,7 +40,7 @@ TAKEN_BARRIER = THERE_BARRIER + 3
 
 @dataclass(frozen=True)
 class Schedule(schedule.Schedule):
-    """As there, without a division where all tiles lie in one line: before the first load two take 0.15 us."""
+    """Without a division where all tiles lie in one line: before the first load two take 0.15 us."""
 
     def begun_by(self, cluster):
         return replace(self, cluster=cluster, end=self.tiles() * self.params.split_k)
@@ -74,8 +74,8 @@ class Consumer(ManySums, FewSums, NarrowSums, consumer.Consumer):
     """(4, CHUNK): where this thread's sums go from one turn to the other; None of one turn."""
 
     @cute.jit
-    def run(self, schedule, lane, cta):
-        """Multiply, promote, store, work unit after work unit. cta: this one along m and n of its cluster."""
+    def run(self, schedule, lane):
+        """Multiply, promote, store, work unit after work unit."""
         config, tiled_mma = self.config, self.tiled_mma
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
         self.adding.set(warpgroup.Field.ACCUMULATE, True)
@@ -87,8 +87,7 @@ class Consumer(ManySums, FewSums, NarrowSums, consumer.Consumer):
         parts = [  # (MMA, 1, 1) each: of one block, or group of 32 of k, and one WGMMA's rows
             cute.make_rmem_tensor(((2, 2, config.tile_n // 8), 1, 1), Float32) for _ in range(config.parts)
         ]
-        ring = self.ring.for_consumer(lane, cta)
-        phases = Int32(0)
+        ring, phases = self.ring, Int32(0)
         state = ring.consumer_start()
         unit = schedule.first()
         first = unit.index
@@ -375,7 +374,7 @@ class Gemm:
             Consumer(
                 config, self.dtypes.acc, mmas[0], sA, sB, ring, epilogue, split_k, consumer_group, sScales,
                 own, mmas[1], turn, exchange,
-            ).run(schedule, lane, (cta_m, cta_n))  # fmt: skip
+            ).run(schedule, lane)  # fmt: skip
 
         part_ways(config, warp_index, group, storage, load, multiply, copy_scales)
 
