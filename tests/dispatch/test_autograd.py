@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tunegemm.dispatch.autograd import gradients, is_simple
+from tunegemm.dispatch.autograd import differentiably, gradients, is_simple
+from tunegemm.dispatch.autograd import turned as turned_of
 
 
 @pytest.mark.parametrize(
@@ -33,28 +34,28 @@ def test_a_gradient_lies_as_its_operand_does(
         asked.append(tuple(left.shape[-2:]))
         return left @ right
 
-    of_a, of_b = gradients(multiply, grad, (a, b), (True, True))
+    columns = turned_of(a), turned_of(b)
+    of_a, of_b = gradients(multiply, grad, (a, b), columns)
     assert of_a is not None and of_b is not None
     torch.testing.assert_close(of_a, grad @ b.mT)
     torch.testing.assert_close(of_b, a.mT @ grad)
     assert asked[0] == ((shape[-1], 5) if turned else (shape[-2], 5))
     assert asked[1] == (shape[-1], shape[-2])
-    assert gradients(multiply, grad, (a, b), (False, False)) == (None, None)
+    assert gradients(multiply, grad, (None, None), columns) == (None, None)
 
 
 def test_a_gradient_that_is_expanded_or_of_many_rows() -> None:
-    a, b = torch.randn(2, 4, 3), torch.randn(3, 5)
+    a, b = torch.randn(2, 4, 3), torch.randn(3, 5, requires_grad=True)
     grad = torch.randn(1, 1, 5).expand(2, 4, 5)
     seen = []
 
     def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        seen.extend([left, right])
+        seen.append((left, right))
         return left @ right
 
-    _, of_b = gradients(multiply, grad, (a, b), (True, True))
-    assert of_b is not None
-    torch.testing.assert_close(of_b, a.flatten(0, 1).t() @ grad.flatten(0, 1))
-    assert not any(0 in each.stride() for each in seen)
+    differentiably(multiply, a, b).backward(grad)
+    torch.testing.assert_close(b.grad, a.flatten(0, 1).t() @ grad.flatten(0, 1))
+    assert len(seen) == 2 and all(each.ndim == 2 and 0 not in each.stride() for pair in seen for each in pair)
 
 
 def test_simple_products() -> None:

@@ -166,6 +166,20 @@ def test_gradients_are_torchs(loops: Loops) -> None:
     assert len(loops.calls) == 4  # each and its gradient of a
 
 
+def test_what_no_gradient_of_groups_needs_may_change(loops: Loops) -> None:
+    """As in `x += grouped_mm(x, weights)` with frozen weights."""
+    a, b, offs = operands()
+    for x, w in ((a.clone().requires_grad_(), b), (a, b.clone().requires_grad_())):
+        found = []
+        for multiply in (torchs, tunegemm.grouped_mm):
+            rows, weights = x * 1, w * 1
+            result = multiply(rows, weights, offs=offs)
+            (rows if x.requires_grad else weights).mul_(2)
+            found += torch.autograd.grad(result, x if x.requires_grad else w, torch.ones_like(result))
+        assert torch.equal(*found)
+    assert len(loops.calls) == 3
+
+
 def test_what_a_takeover_does_not_serve_is_torchs_to_compute_or_refuse(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ) -> None:

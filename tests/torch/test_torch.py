@@ -101,6 +101,61 @@ def test_what_changed_since_the_forward_pass_is_noticed(kernel):
         result.sum().backward()
 
 
+def test_what_no_gradient_needs_may_change_and_is_not_kept(kernel):
+    """As in `x += layer(x)` with a frozen weight, and with rows that no view has."""
+    x, b = operands()
+    learned = torch.zeros_like(x, requires_grad=True)
+    kept = []
+
+    def keep(saved):
+        kept.append(saved.data_ptr())
+        return saved
+
+    for multiply in (torch.matmul, tunegemm.matmul):
+        hidden = learned + x
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+            result = multiply(hidden, b)
+        hidden.mul_(2)
+        gradient = torch.autograd.grad(result.sum(), learned)[0]
+        assert torch.equal(gradient, b.sum(1).expand(32, 64))
+    assert kept == 2 * [b.data_ptr()]
+    weight = b.clone().requires_grad_()
+    for multiply in (torch.matmul, tunegemm.matmul):
+        result = multiply(x, weight)
+        with torch.no_grad():
+            weight.mul_(2)
+        assert torch.autograd.grad(result.sum(), weight)[0].shape == (64, 48)
+        turned = x.t().repeat(3, 1, 1).mT
+        result = multiply(turned, weight)
+        turned.mul_(2)
+        gradient = torch.autograd.grad(result.sum(), weight)[0]
+        assert torch.equal(gradient, 3 * x.sum(0)[:, None].expand(64, 48))
+    assert len(kernel.calls) >= 5
+
+
+class Nothing(torch.autograd.Function):
+    """Passes a tensor on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_no_gradient_is_none_behind_a_product(kernel):
+    """Not zeros, with which an optimizer would move a parameter."""
+    a, b = operands()
+    other = torch.zeros(48, dtype=BF16, requires_grad=True)
+    for multiply in (torch.matmul, tunegemm.matmul):
+        weight = b.clone().requires_grad_()
+        (Nothing.apply(multiply(a, weight)) + other).sum().backward()
+        assert weight.grad is None and other.grad is not None
+    assert kernel.calls
+
+
 def test_training_under_autocast_dispatches_all_three_products(kernel):
     layer = torch.nn.Linear(64, 48, bias=False)
     x = operands()[0].float().requires_grad_()

@@ -5,7 +5,6 @@ Products of a backward pass are dispatched like any other, and so are those of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tunegemm.dispatch.forms import shaped
 from tunegemm.dispatch.guards import is_transformed
 
 #: Element types that have kernels and gradients, with their names in problems.
@@ -43,30 +43,36 @@ def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.ndim > 1 and (b.ndim == 2 or (a.ndim == b.ndim == 3 and a.shape[0] == b.shape[0]))
 
 
+def turned(tensor: torch.Tensor) -> bool:
+    """Whether columns are contiguous: all that an operand's own gradient needs of it."""
+    shape, strides = tensor.shape, tensor.stride()
+    return strides[-2] == 1 and strides[-1] != 1 and shape[-2] != 1 and shape[-1] != 1
+
+
 def gradients(
-    multiply: Multiply, grad: torch.Tensor, operands: Sequence[torch.Tensor], wanted: Sequence[bool]
+    multiply: Multiply,
+    grad: torch.Tensor,
+    operands: Sequence[torch.Tensor | None],
+    columns: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The requested gradients of a and b: grad x B^T and A^T x grad, each laid out as its operand is.
 
     So a weight that was multiplied transposed gets a gradient that an optimizer can add without a copy;
-    `Problem.backward` names these products.
+    `Problem.backward` names these products. operands: a and b; None in place of one if the other has no
+    gradient. columns: `turned` of both.
     """
     a, b = operands
     grad = grad.resolve_neg()  # memory of a view with the negative bit has the opposite sign
     if 0 in grad.stride():  # the gradient of a sum, for example: no kernel reads strides of 0
         grad = grad.contiguous()
-    of_a = _laid_out(multiply, grad, b.mT, like=a) if wanted[0] else None
-    if wanted[1] and b.ndim == 2 and a.ndim > 2:
-        rows = math.prod(a.shape[:-1])  # not `flatten`, which is_grads_batched cannot map
-        a, grad = a.reshape(rows, a.shape[-1]), grad.reshape(rows, grad.shape[-1])
-    return of_a, _laid_out(multiply, a.mT, grad, like=b) if wanted[1] else None
+    return (
+        None if b is None else _laid_out(multiply, grad, b.mT, columns[0]),
+        None if a is None else _laid_out(multiply, a.mT, grad, columns[1]),
+    )
 
 
-def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    columns = like.stride(-2) == 1 and like.stride(-1) != 1 and like.shape[-2] != 1 and like.shape[-1] != 1
-    if columns and a.ndim == b.ndim:
-        return multiply(b.mT, a.mT).mT
-    return multiply(a, b)
+def _laid_out(multiply: Multiply, a: torch.Tensor, b: torch.Tensor, columns: bool) -> torch.Tensor:
+    return multiply(b.mT, a.mT).mT if columns and a.ndim == b.ndim else multiply(a, b)
 
 
 class Product(torch.autograd.Function):
@@ -86,21 +92,26 @@ class Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         add: Add | None,
     ) -> torch.Tensor:
-        ctx.product, ctx.linear = product, linear
-        ctx.save_for_backward(a, b)
         right = b.t() if linear else b
+        ctx.product, ctx.linear, ctx.columns = product, linear, (turned(a), turned(right))
+        _, of_a, of_b, *_ = ctx.needs_input_grad
+        # As torch: what no gradient needs may be freed, or changed in place.
+        ctx.save_for_backward(a if of_b else None, b if of_a else None)
+        ctx.set_materialize_grads(False)
         return _multiply(product, a, right) if bias is None or add is None else add(a, right, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
         a, b = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if wanted[4] else None
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
         if is_transformed():  # as with is_grads_batched
             multiply: Multiply = torch.matmul
         else:  # derivatives of a backward pass are rarely needed
             multiply = partial(differentiably if torch.is_grad_enabled() else _multiply, ctx.product)
-        of_a, of_b = gradients(multiply, grad, (a, b.t() if ctx.linear else b), wanted[1:3])
+        right = b.t() if ctx.linear and b is not None else b
+        of_a, of_b = gradients(multiply, grad, (a, right), ctx.columns)
         return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None, of_bias, None
 
 
@@ -118,4 +129,9 @@ def differentiably(
     add: Add | None = None,
 ) -> torch.Tensor:
     """`Product`, recorded by autograd; `is_simple` must hold."""
+    if (
+        b.requires_grad and a.ndim > 2 and b.ndim == 2
+    ):  # as torch: by rows, a copy where there is no such view
+        result = differentiably(product, a.flatten(0, -2), b, linear, bias, add)
+        return shaped(result, (*a.shape[:-1], result.shape[-1]))
     return Product.apply(product, a, b, linear, bias, add)

@@ -452,24 +452,29 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, offs: Any, bias: Any) -> torch.Tensor:
-        ctx.save_for_backward(a, b, offs)
+        of_a, of_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(a if of_b else None, b if of_a else None, offs)
+        ctx.k_major = b.stride(1) == 1
+        ctx.set_materialize_grads(False)
         with torch._C._AutoDispatchBelowAutograd():
             result: torch.Tensor = torch.ops.tunegemm.grouped_mm(a, b, offs, bias)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients, which are grouped products too: b's is along k."""
+        if grad is None:
+            return (None,) * 4
         a, b, offs = ctx.saved_tensors
         if 0 in grad.stride():  # such as a sum's gradient: torch's product rejects its strides
             grad = grad.contiguous()
-        of_a = torch.ops.tunegemm.grouped_mm(grad, b.mT, offs) if ctx.needs_input_grad[0] else None
+        of_a = None if b is None else torch.ops.tunegemm.grouped_mm(grad, b.mT, offs)
         of_b = None
-        if ctx.needs_input_grad[1]:
+        if a is not None:
             # Torch's operator can differentiate the gradient again.
             along = torch._grouped_mm if grad_enabled() else torch.ops.tunegemm.grouped_along_k
             # It has the weight's layout, as torch's: else autograd would copy it into `grad`.
-            of_b = along(grad.t(), a, offs).mT if b.stride(1) == 1 else along(a.t(), grad, offs)
+            of_b = along(grad.t(), a, offs).mT if ctx.k_major else along(a.t(), grad, offs)
         return of_a, of_b, None, None
 
 

@@ -23,7 +23,7 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from tunegemm.dispatch import api
-from tunegemm.dispatch.autograd import DTYPES, PLAIN, are_torchs, differentiably, gradients, is_simple
+from tunegemm.dispatch.autograd import DTYPES, PLAIN, are_torchs, differentiably, gradients, is_simple, turned
 from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of, shaped
 from tunegemm.dispatch.guards import is_transformed
@@ -193,7 +193,8 @@ def is_served(form: Form, a: torch.Tensor, b: torch.Tensor, is_trained: bool = F
         )
         result = ask(left, right)
         if is_trained and not any(results):
-            gradients(ask, result, (left, right), (a.requires_grad, b.requires_grad))
+            needed = left if b.requires_grad else None, right if a.requires_grad else None
+            gradients(ask, result, needed, (turned(left), turned(right)))
     return any(results)
 
 
