@@ -289,6 +289,17 @@ def test_another_forward_of_the_class_is_seen(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(model(x), x + 1)
 
 
+def test_another_linear_of_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters of FLOPs replace it."""
+    model, x = fused(made(MLP())), given()
+    calls, linear = [], nn.functional.linear
+    with torch.no_grad():
+        expected = model(x)
+        monkeypatch.setattr(nn.functional, "linear", lambda *each: calls.append(each) or linear(*each))
+        close(model(x), expected)
+    assert len(calls) == 3
+
+
 def test_a_replica_of_data_parallel_has_its_own_weights() -> None:
     model, x = fused(made(MLP())), given()
     replica: Any = model._replicate_for_data_parallel()  # type: ignore[operator]

@@ -129,6 +129,24 @@ def test_an_attribute_in_front_of_a_parameter_is_what_counts(model, kernel, name
         assert not torch.equal(after, before)
 
 
+@pytest.mark.parametrize(("place", "name"), [(nn.functional, "linear"), (nn.Linear, "forward")])
+def test_a_function_that_a_tool_puts_in_place_of_torchs_sees_each_layer(
+    model, kernel, monkeypatch, place, name
+):
+    """As counters of FLOPs, calibration and LoRA of web UIs do, for all layers of the process."""
+    before = getattr(place, name)
+    expected = quietly(model, X)
+    monkeypatch.setattr(place, name, lambda *given: before(*given) * 2)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            assert torch.equal(model(X), expected * 4)
+    assert torch.equal(torch.compile(model, backend="eager")(X), expected * 4)
+    monkeypatch.undo()
+    kernel.calls.clear()
+    with torch.no_grad():
+        assert torch.equal(model(X), expected)
+
+
 def test_fully_sharded_layers_are_unpatched(model, one_rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard

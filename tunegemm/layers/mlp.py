@@ -25,7 +25,7 @@ from tunegemm.dispatch import guards
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.layers import sites
 from tunegemm.layers.graph import name_of_activation
-from tunegemm.torch.linear import TunedLinear
+from tunegemm.torch.linear import TunedLinear, is_replaced
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -247,7 +247,7 @@ class Forward:
             return None
         if not vars(self._module).keys().isdisjoint(places):  # an attribute hides a child
             return None
-        if not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
+        if is_replaced() or not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
             return None
         if places.act and not _is_bare(act):
             return None
