@@ -118,6 +118,33 @@ def test_enable_leaves_products_of_other_devices_and_layouts_to_torch(serve, ker
     assert torch.equal(sparse, a.float() @ b.float()) and not kernel.calls
 
 
+def test_blocks_of_a_server_begin_and_end_while_other_threads_multiply(forks):
+    """Torch frees a kernel that is taken away, whichever threads are in it: they crashed."""
+    program = """
+import threading, warnings
+import torch, tunegemm
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+a, errors, done = torch.ones(8, 8), [], threading.Event()
+def multiply():
+    while not done.is_set():
+        try:
+            assert bool((torch.mm(a, a) == 8).all())
+        except BaseException as error:
+            errors.append(error)
+threads = [threading.Thread(target=multiply) for _ in range(2)]
+[thread.start() for thread in threads]
+for number in range(800):
+    with tunegemm.record() if number % 8 == 0 else tunegemm.enable():
+        torch.mm(a, a)
+done.set()
+[thread.join() for thread in threads]
+print(errors[:1])
+"""
+    run = forks.run(program, env=os.environ)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "[]\n", "")
+
+
 def test_both_forget_nothing_at_the_end_of_a_process(forks):
     """Whichever library goes first when the interpreter ends."""
     program = (

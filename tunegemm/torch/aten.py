@@ -30,6 +30,11 @@ _KEY = "BackendSelect"
 #: without us, as it is at each call. Both functions get the dispatch keys, then the operator's arguments.
 Wrap: TypeAlias = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
+#: What is in front of an overload: by the dispatch keys of a call, those below ours, and whether their kernel
+#: is at one of the keys that follow; and what computes the calls of these keys. A program has few of the
+#: former, and looking one up costs less than asking torch.
+_State: TypeAlias = tuple[dict[int, tuple[Any, bool]], Sequence[str], Callable[..., Any]]
+
 
 class Replacements:
     """What is in front, by name. A recording hides the takeover, so torch computes the recorded products."""
@@ -38,6 +43,7 @@ class Replacements:
         self._lock = threading.RLock()
         self._layers: dict[str, tuple[Sequence[str], Sequence[str], Wrap]] = {}
         self._library: torch.library.Library | None = None
+        self._fronts: dict[Any, _Front] = {}
 
     def put(self, name: str, operators: Sequence[str], keys: Sequence[str], wrap: Wrap) -> None:
         """Put functions in front of operators. Raises TunegemmError if this torch cannot do it.
@@ -62,45 +68,45 @@ class Replacements:
         self._lock = threading.RLock()
 
     def _install(self) -> None:
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
         layer = self._layers.get("recording") or self._layers.get("takeover")
+        for operator, front in self._fronts.items():
+            front.state = {}, (), operator.redispatch
         if layer is None:
+            # Another thread may be on its way through a function that torch would free, which is a crash.
+            if self._library is not None and threading.active_count() == 1:
+                self._library._destroy()
+                self._library = None
+                self._fronts.clear()
             return
-        self._library = torch.library.Library("aten", "IMPL")
+        library = self._library = self._library or torch.library.Library("aten", "IMPL")
         operators, keys, wrap = layer
         places: dict[int, tuple[Any, bool]] = {}
         for name in operators:
             packet = getattr(torch.ops.aten, name, None)
             for overload in packet.overloads() if packet is not None else ():
                 operator = getattr(packet, overload)
-                serve = wrap(name, operator.redispatch)
-                before = _before(operator, serve, keys, places)
-                self._library.impl(operator, before, _KEY, with_keyset=True)
+                state = places, keys, wrap(name, operator.redispatch)
+                if operator in self._fronts:
+                    self._fronts[operator].state = state
+                else:
+                    front = self._fronts[operator] = _Front(operator.redispatch, state)
+                    library.impl(operator, front.call, _KEY, with_keyset=True)
 
 
-def _before(
-    operator: Any, serve: Callable[..., Any], keys: Sequence[str], places: dict[int, tuple[Any, bool]]
-) -> Callable[..., Any]:
-    """The function in front of an overload's kernels.
+class _Front:
+    """The function in front of an overload's kernels."""
 
-    places: by the dispatch keys of a call, those below ours, and whether their kernel is at one of `keys`.
-    A program has few of these, and looking one up costs less than asking torch.
-    """
-    go_on = operator.redispatch
+    def __init__(self, go_on: Callable[..., Any], state: _State) -> None:
+        self.go_on, self.state = go_on, state
 
-    def find(keyset: Any) -> tuple[Any, bool]:
-        below = keyset & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
-        place = places[keyset.raw_repr()] = below, below.highestPriorityTypeId().name in keys
-        return place
-
-    def before(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        below, is_ours = places.get(keyset.raw_repr()) or find(keyset)
-        return (serve if is_ours else go_on)(below, *arguments, **keywords)
-
-    _hide_from_dynamo(before.__code__)
-    return before
+    def call(self, keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+        places, keys, serve = self.state
+        place = places.get(keyset.raw_repr())
+        if place is None:
+            below = keyset & torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, _KEY))
+            place = places[keyset.raw_repr()] = below, below.highestPriorityTypeId().name in keys
+        below, is_ours = place
+        return (serve if is_ours else self.go_on)(below, *arguments, **keywords)
 
 
 def _hide_from_dynamo(code: Any) -> None:
@@ -113,5 +119,6 @@ def _hide_from_dynamo(code: Any) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
+_hide_from_dynamo(_Front.call.__code__)
 replacements = Replacements()
 os.register_at_fork(after_in_child=replacements.forget_lock)
