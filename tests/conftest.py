@@ -121,6 +121,14 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> 
             os.environ[name] = value
 
 
+@pytest.fixture(autouse=True)
+def _nothing_in_front_of_torch() -> Iterator[None]:
+    """Other threads, as pytest-xdist has them, keep our functions in front of ATen's after `enable`."""
+    yield
+    if (aten := sys.modules.get("tunegemm.torch.aten")) is not None:
+        aten.replacements.leave()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _read_recordings_once() -> Iterator[None]:
     """Each process keeps the shipped recordings that it reads: one takes up to half a second."""

@@ -67,16 +67,22 @@ class Replacements:
         """Make a new lock after a fork: no thread of the child holds the old one."""
         self._lock = threading.RLock()
 
+    def leave(self) -> None:
+        """Take the functions away if none serves. No other thread may multiply meanwhile: torch frees the
+        functions that it is in, and the process crashes."""
+        if not self._layers and self._library is not None:
+            self._library._destroy()
+            self._library = None
+            self._fronts.clear()
+
     def _install(self) -> None:
         layer = self._layers.get("recording") or self._layers.get("takeover")
         for operator, front in self._fronts.items():
             front.state = {}, (), operator.redispatch
         if layer is None:
-            # Another thread may be on its way through a function that torch would free, which is a crash.
-            if self._library is not None and threading.active_count() == 1:
-                self._library._destroy()
-                self._library = None
-                self._fronts.clear()
+            others = (each.name for each in threading.enumerate() if each is not threading.current_thread())
+            if all(name.startswith("tunegemm-") for name in others):
+                self.leave()
             return
         library = self._library = self._library or torch.library.Library("aten", "IMPL")
         operators, keys, wrap = layer

@@ -17,13 +17,14 @@ from tunegemm.torch import functions
 
 _is_compiling = torch.compiler.is_compiling
 _torchs: Any = torch._C._nn.linear
-_forward: Any = torch.nn.Linear.forward
+_Linear = torch.nn.Linear  # which a tool may replace, too, for layers that are made from then on
+_forward = _Linear.forward
 
 
 def is_replaced() -> bool:
     """Whether a tool has put a function of its own in place of torch's, for all layers of the process, as
     counters of FLOPs and calibrations do."""
-    return F.linear is not _torchs or torch.nn.Linear.forward is not _forward
+    return F.linear is not _torchs or _Linear.forward is not _forward
 
 
 def _is_fused_later() -> bool:
@@ -110,10 +111,8 @@ class TunedLinear(torch.nn.Linear, metaclass=_Standing):
     """A `torch.nn.Linear` that calls `tunegemm.linear`; `patch` installs it. It has no state of its own."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if (
-            F.linear is not _torchs or torch.nn.Linear.forward is not _forward
-        ):  # `is_replaced`, without a call
-            return torch.nn.Linear.forward(self, input)
+        if F.linear is not _torchs or _Linear.forward is not _forward:  # `is_replaced`, without the call
+            return super().forward(input)
         if _is_compiling():
             linear = _torchs if _is_fused_later() else functions.linear
             return linear(input, self.weight, self.bias)
