@@ -50,10 +50,7 @@ def turned(tensor: torch.Tensor) -> bool:
 
 
 def gradients(
-    multiply: Multiply,
-    grad: torch.Tensor,
-    operands: Sequence[torch.Tensor | None],
-    columns: Sequence[bool],
+    multiply: Multiply, grad: torch.Tensor, operands: Sequence[torch.Tensor | None], columns: Sequence[bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The requested gradients of a and b: grad x B^T and A^T x grad, each laid out as its operand is.
 

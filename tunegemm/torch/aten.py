@@ -30,9 +30,8 @@ _KEY = "BackendSelect"
 #: without us, as it is at each call. Both functions get the dispatch keys, then the operator's arguments.
 Wrap: TypeAlias = Callable[[str, Callable[..., Any]], Callable[..., Any]]
 
-#: What is in front of an overload: by the dispatch keys of a call, those below ours, and whether their kernel
-#: is at one of the keys that follow; and what computes the calls of these keys. A program has few of the
-#: former, and looking one up costs less than asking torch.
+#: By the dispatch keys of a call those below ours, and whether their kernel is at one of the keys behind it;
+#: and what computes the calls of these. A program has few of the former, and to ask torch would take longer.
 _State: TypeAlias = tuple[dict[int, tuple[Any, bool]], Sequence[str], Callable[..., Any]]
 
 
@@ -68,8 +67,7 @@ class Replacements:
         self._lock = threading.RLock()
 
     def leave(self) -> None:
-        """Take the functions away if none serves. No other thread may multiply meanwhile: torch frees the
-        functions that it is in, and the process crashes."""
+        """Take the functions away if none serves. No other thread may multiply meanwhile, see `_install`."""
         if not self._layers and self._library is not None:
             self._library._destroy()
             self._library = None
@@ -80,6 +78,7 @@ class Replacements:
         for operator, front in self._fronts.items():
             front.state = {}, (), operator.redispatch
         if layer is None:
+            # Torch frees functions that are taken away; a thread on its way through one would crash.
             others = (each.name for each in threading.enumerate() if each is not threading.current_thread())
             if all(name.startswith("tunegemm-") for name in others):
                 self.leave()
@@ -115,16 +114,11 @@ class _Front:
         return (serve if is_ours else self.go_on)(below, *arguments, **keywords)
 
 
-def _hide_from_dynamo(code: Any) -> None:
-    """Let Dynamo compile neither a function nor what it calls. Where Dynamo runs a frame as it is, it looks
-    at each frame within, and ours are called by ATen: it would compile all of dispatch, for seconds, and
-    again for other shapes. A torch that has none of these names does that."""
-    frames = torch._C._dynamo.eval_frame
-    with suppress(AttributeError, TypeError):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-
-
-_hide_from_dynamo(_Front.call.__code__)
+# Where Dynamo runs a frame as it is, it looks at each frame within, and ours are called by ATen: it would
+# compile all of dispatch, for seconds, and again for other shapes. A torch without these names does that.
+with suppress(AttributeError, TypeError):
+    _frames: Any = torch._C._dynamo.eval_frame
+    _skip = _frames._FrameAction.SKIP
+    _frames.set_code_exec_strategy(_Front.call.__code__, _frames._FrameExecStrategy(_skip, _skip))
 replacements = Replacements()
 os.register_at_fork(after_in_child=replacements.forget_lock)
