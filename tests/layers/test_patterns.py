@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,13 @@ def counts_of(model: nn.Module, *x: Any) -> Counter[str]:
     return found
 
 
+def _then(first: torch.Tensor, *writes: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """A tensor after statements that write to it, whose results nobody takes."""
+    for write in writes:
+        write(first)
+    return first
+
+
 GATES: dict[str, Callable[..., torch.Tensor]] = {
     "operator": lambda m, x: silu(m.a(x)) * m.b(x),
     "other way round": lambda m, x: m.b(x) * silu(m.a(x)),
@@ -65,6 +73,20 @@ GATES: dict[str, Callable[..., torch.Tensor]] = {
     "products' methods": lambda m, x: (
         silu(x.matmul(m.a.weight.transpose(-1, 0))) * x.matmul(m.b.weight.permute(1, 0))
     ),
+    "einsums": lambda m, x: (
+        silu(torch.einsum("...i,oi->...o", x, m.a.weight)) * torch.einsum("bsi, oi -> bso", x, m.b.weight)
+    ),
+    "keywords": lambda m, x: torch.mul(other=F.gelu(input=m.a(x), approximate="none"), input=m.b(x)),
+    "a method's keyword": lambda m, x: F.silu(input=m.a(x), inplace=False).mul(other=m.b(x)),
+    "no output": lambda m, x: torch.mul(silu(m.a(x)), m.b(x), out=None),
+    "in place": lambda m, x: silu(m.a(x)).mul_(m.b(x)),
+    "in place, the gate": lambda m, x: operator.imul(silu(m.a(x)), m.b(x)),
+    "in place, the up": lambda m, x: operator.imul(m.b(x), silu(m.a(x))),
+    "an activation in place": lambda m, x: F.silu(m.a(x), inplace=True) * m.b(x),
+    "an activation in place by a keyword": lambda m, x: F.relu(inplace=True, input=m.a(x)) * m.b(x),
+    "statements in place": lambda m, x: _then(m.a(x), torch.relu_, lambda y: y.mul_(m.b(x))),
+    "casts to its own dtype": lambda m, x: silu(m.a(x).to(x.dtype)).type_as(x) * m.b(x).contiguous(),
+    "a dropout that is off": lambda m, x: F.dropout(silu(m.a(x)), 0.5, m.training) * m.b(x),
 }
 
 
@@ -79,6 +101,28 @@ PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     "not transposed": (lambda m, x: x @ m.c.weight, 0),
     "dimensions in their order": (lambda m, x: x @ m.c.weight.permute(0, 1), 0),
     "a copy": (lambda m, x: x @ m.c.weight.t().contiguous(), 0),
+    "addmm": (lambda m, x: torch.addmm(m.c.weight[0], x[0], m.c.weight.t()), 1),
+    "addmm's keywords": (
+        lambda m, x: torch.addmm(input=x[0, 0], mat2=m.c.weight.t(), mat1=x[0], beta=1, alpha=1),
+        1,
+    ),
+    "addmm's method": (lambda m, x: x[0, 0].addmm(x[0], m.c.weight.t()), 1),
+    "addmm of other factors": (lambda m, x: torch.addmm(x[0, 0], x[0], m.c.weight.t(), alpha=2), 0),
+    "addmm, not transposed": (lambda m, x: torch.addmm(x[0, 0], x[0], m.c.weight), 0),
+    "keywords": (lambda m, x: torch.matmul(other=m.c.weight.t(), input=x), 1),
+    "mm's keywords": (lambda m, x: torch.mm(x[0], mat2=m.c.weight.t()), 1),
+    "inner": (lambda m, x: torch.inner(x, m.c.weight), 1),
+    "inner of a batch": (lambda m, x: torch.inner(x, m.c.weight[None]), 0),
+    "einsum": (lambda m, x: torch.einsum("bsd,ed->bse", x, m.c.weight), 1),
+    "einsum of a transposed view": (lambda m, x: torch.einsum("...i,io->...o", x, m.c.weight.t()), 1),
+    "einsum, not transposed": (lambda m, x: torch.einsum("...i,io->...o", x, m.c.weight), 0),
+    "einsum into other dimensions": (lambda m, x: torch.einsum("bsi,oi->sbo", x, m.c.weight), 0),
+    "einsum that adds rows": (lambda m, x: torch.einsum("bsi,oi->bo", x, m.c.weight), 0),
+    "einsum of a diagonal": (lambda m, x: torch.einsum("ssi,oi->so", x[:, :2], m.c.weight), 0),
+    "einsum of one letter twice": (lambda m, x: torch.einsum("bsi,si->bs", x, m.c.weight[:8]), 0),
+    "einsum that repeats a line": (lambda m, x: torch.einsum("bsi,oi->bso", x, m.c.weight[:, :1]), 0),
+    "einsum that repeats a column": (lambda m, x: torch.einsum("bsi,io->bso", x, m.c.weight[:1]), 0),
+    "einsum of three": (lambda m, x: torch.einsum("bsi,oi,o->bso", x, m.c.weight, x[0, 0]), 0),
     "rows of a weight": (lambda m, x: x @ m.a.weight[:32].t(), 1),
     "of a batch": (lambda m, x: x @ x.mT, 0),
     "the weight first": (lambda m, x: m.c.weight.t() @ x.mT, 0),
@@ -88,7 +132,10 @@ PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_with_a_transposed_weight_is_a_layer(name: str) -> None:
     spell, count = PRODUCTS[name]
-    assert counts_of(made(Own(spell)), given())["linear"] == count
+    found = counts_of(made(Own(spell)), given())
+    assert found["linear"] == count
+    others = ("dimensions in their order", "a copy", "of a batch", "the weight first")
+    assert found["product"] == ((name.endswith("not transposed") and "addmm" not in name) or name in others)
 
 
 HALVES: dict[str, Callable[..., torch.Tensor]] = {
@@ -98,6 +145,8 @@ HALVES: dict[str, Callable[..., torch.Tensor]] = {
     "slices": lambda m, x: (lambda y: silu(y[..., :INNER]) * y[..., INNER:])(m.both(x)),
     "alternate": lambda m, x: (lambda y: silu(y[..., ::2]) * y[..., 1::2])(m.both(x)),
     "up first": lambda m, x: (lambda u, g: silu(g) * u)(*m.both(x).chunk(2, -1)),
+    "in place": lambda m, x: (lambda u, g: silu(g).mul_(u))(*m.both(x).chunk(2, -1)),
+    "a cast to its own dtype": lambda m, x: (lambda u, g: silu(g).to(x.dtype) * u)(*m.both(x).chunk(2, -1)),
     "other names": lambda m, x: (lambda g, u: silu(g.detach()) * u)(*m.both(x).tensor_split(2, -1)),
 }
 
@@ -124,6 +173,19 @@ CHAINS: dict[str, Callable[..., torch.Tensor]] = {
     "dropout that is off": lambda m, x: x + F.dropout(m.c(x), 0.5, m.training),
     "activation": lambda m, x: F.gelu(m.a(x), approximate="tanh"),
     "both": lambda m, x: x + F.relu(m.c(x)),
+    "keywords": lambda m, x: torch.add(other=m.c(x), input=x, alpha=1),
+    "a method's keywords": lambda m, x: x.add(other=m.c(x), alpha=1),
+    "to the layer, in place": lambda m, x: operator.iadd(m.c(x), x),
+    "to the layer, in place, a statement": lambda m, x: _then(m.c(x), lambda y: y.add_(x)),
+    "to the residual, in place": lambda m, x: (lambda h: operator.iadd(h, m.c(h)))(x * 1),
+    "to the residual, in place, a statement": lambda m, x: _then(x * 1, lambda h: h.add_(m.c(h))) * 1,
+    "to a dropout's result, in place": lambda m, x: (lambda h: operator.iadd(h, m.c(h)))(
+        F.dropout(x * 1, 0.5, False)
+    ),
+    "before a dropout, in place": lambda m, x: F.dropout(operator.iadd(m.c(x), x), 0.5, False) * 1,
+    "an activation in place": lambda m, x: nn.ReLU(inplace=True)(m.a(x)),
+    "an activation in place, a statement": lambda m, x: _then(m.a(x), torch.relu_),
+    "a cast to its own dtype": lambda m, x: x + m.c(x).to(x.dtype),
 }
 
 
@@ -136,6 +198,26 @@ def test_steps_after_a_layer_are_its_kernels(kernels: Kernels, name: str, bias: 
 def _viewed(m: Own, x: torch.Tensor, turned: Any = lambda k: k.mT) -> torch.Tensor:
     q, k = (layer(x).view(*x.shape[:-1], -1, 16).transpose(1, 2) for layer in (m.a, m.b))
     return (q @ turned(k)).softmax(-1) @ k
+
+
+def _in_turn(m: Own, x: torch.Tensor) -> torch.Tensor:
+    """Each weight is made after the result before it was used."""
+    a, b = m.a.weight, m.b.weight.double()
+    first = F.linear(x, a[:WIDTH]).unflatten(-1, (4, -1)).transpose(1, 2)
+    second = (x @ a.narrow(0, 32, WIDTH).t()).unflatten(-1, (4, -1)).transpose(1, 2)
+    return first + second * F.linear(x, b.to(x.dtype).split(WIDTH)[0]).unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+def _cast_after_a_write(m: Own, x: torch.Tensor) -> torch.Tensor:
+    weight = m.a.weight.double()
+    first = F.linear(x, m.b.weight)
+    weight.mul_(2)
+    return first.sum() + F.linear(x, weight.to(x.dtype))
+
+
+def _random_between(m: Own, x: torch.Tensor) -> torch.Tensor:
+    first = F.linear(x, m.a.weight)
+    return first.sum() + F.linear(x, F.dropout(m.b.weight, 0.5, True)).sum() * 0
 
 
 def _kept(cache: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -172,6 +254,21 @@ SEVERAL: dict[str, tuple[Callable[..., Any], bool]] = {
     "a function of dense rows": (
         lambda m, x: torch.take_along_dim(m.a(x), torch.arange(8)).sum() + m.b(x),
         False,
+    ),
+    "weights that are made in turn": (_in_turn, True),
+    "a cast of a weight that was written to": (_cast_after_a_write, False),
+    "a dropout of a weight in between": (_random_between, False),
+    "a weight that the first makes": (
+        lambda m, x: (lambda a: a.sum() + F.linear(x, a[0, :, :WIDTH]))(m.a(x)),
+        False,
+    ),
+    "einsums": (
+        lambda m, x: torch.cat([torch.einsum("bsi,oi->bso", x, w) for w in (m.a.weight, m.b.weight)], -1) * 1,
+        True,
+    ),
+    "one without a bias": (
+        lambda m, x: torch.cat((m.a(x), F.linear(x, m.c.weight[:40]), m.b(x)), -1).sum(-1),
+        True,
     ),
     "kept elsewhere": (lambda m, x: _kept(x.new_zeros(2, 8, INNER), m.a(x)) * m.b(x), True),
     "four": (lambda m, x: m.a(x).sum() + m.b(x).sum() + m.c(x).sum() + m.both(x), False),
@@ -253,7 +350,6 @@ LEFT: dict[str, Callable[..., torch.Tensor]] = {
     "a weight that is normalised in between": lambda m, x: (
         silu(m.a(x)) * (F.embedding(torch.zeros(2, dtype=torch.long), m.b.weight, max_norm=0.1), m.b(x))[1]
     ),
-    "an activation in place": lambda m, x: F.silu(m.a(x), inplace=True) * m.b(x),
     "another activation": lambda m, x: torch.sigmoid(m.a(x)) * m.b(x),
 }
 
@@ -270,6 +366,66 @@ def test_what_is_not_the_same_stays(name: str) -> None:
     with torch.no_grad():
         close(run(x), made(Own(spell))(x), 0.03)
     assert found["gate"] == (1 if name == "another use of the gate" else 0)
+
+
+def _seen(
+    m: Own, x: torch.Tensor, see: Any, write: Any = lambda m, h: operator.iadd(h, m.c(h))
+) -> torch.Tensor:
+    """Adds to an intermediate in place; `see` makes something of it before, which is used afterwards."""
+    h = m.both(x)[..., :WIDTH] * 1
+    before = see(h)
+    return write(m, h) + before
+
+
+SEEN: dict[str, Callable[..., torch.Tensor]] = {
+    "a view": partial(_seen, see=lambda h: h.view(16, WIDTH)[0]),
+    "a part": partial(_seen, see=lambda h: h.split(16, -1)[0][..., :1]),
+    "itself, of no dtype": partial(_seen, see=lambda h: h.to(h.dtype).detach()),
+    "a dropout": partial(_seen, see=lambda h: F.dropout(h, 0.5, False)),
+    "a view of a dropout": partial(_seen, see=lambda h: F.dropout(h.view(-1), 0.5, False)[0]),
+    "the caller's": lambda m, x: operator.iadd(x, m.c(x)) * 1,
+    "a view of the caller's": lambda m, x: operator.iadd(x[:, :], m.c(x)) * 1,
+    "a dropout of the caller's": lambda m, x: F.dropout(x, 0.5, False).add_(m.c(x)) * 1,
+    "with gaps": lambda m, x: operator.iadd(m.both(x)[..., :WIDTH], m.c(x)),
+    "a part of more": lambda m, x: _then(m.both(x), lambda y: y[..., :WIDTH].add_(m.c(x))),
+    "an activated view": lambda m, x: (lambda y: (y.view(-1), y.relu_())[0].sum() + y)(m.a(x)),
+    "a gate's up": lambda m, x: (
+        lambda u: (lambda before: operator.imul(u, silu(m.a(x))) + before)(u.view(-1)[0])
+    )(m.b(x)),
+    "a half": lambda m, x: (lambda g, u: u.mul_(silu(g)))(*m.both(x).chunk(2, -1)),
+    "an activated half": lambda m, x: (lambda g, u: F.silu(g, inplace=True) * u)(*m.both(x).chunk(2, -1)),
+    "another factor": lambda m, x: m.c(x).add_(x, alpha=2),
+    "one row for all": lambda m, x: m.c(x).add_(x[:, :1]),
+    "another dtype": lambda m, x: m.c(x).add_(x.float()),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_is_seen_of_a_write_in_place_stays(name: str) -> None:
+    model, (x, own) = made(Own(SEEN[name])), (given(), given())
+    run, found = compiled(model, dynamic=False)
+    with torch.no_grad():
+        expected, result = model(own), run(x)
+    close(result, expected)
+    close(x, own)
+    assert result.stride() == expected.stride()
+    assert not (found["gate"] or found["half gate"]) and found["chain"] == (name == "a gate's up")
+
+
+def test_gradients_of_writes_in_place_are_torchs() -> None:
+    """Where another layer of the graph is fused, so that the graph's code is written anew."""
+
+    def forward(m: Own, x: torch.Tensor) -> torch.Tensor:
+        sum_ = _then(x * 1, lambda h: h.add_(m.c(x)), lambda h: h.relu_())
+        return sum_ + F.relu(m.a(x.detach()))[..., :WIDTH]
+
+    model, x = made(Own(forward)), given().requires_grad_()
+    model.a.requires_grad_(False)
+    run, found = compiled(model)
+    results = [call(x).float().square().sum() for call in (run, model)]
+    for ours, torchs in zip(*(torch.autograd.grad(y, (x, model.c.weight)) for y in results), strict=True):
+        close(ours, torchs)
+    assert found == {"chain": 1}
 
 
 def _turned(m: Own, x: torch.Tensor) -> torch.Tensor:
@@ -393,6 +549,28 @@ def test_other_views_of_an_input_are_right() -> None:
             close(run(x), model(x))
 
 
+GAPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "the last row": (lambda x: x[:, -1], True),
+    "the last row, kept": (lambda x: x[:, -1:], True),
+    "rows of another layer's columns": (lambda x: torch.cat((x, x), -1)[..., WIDTH:], True),
+    "every other row": (lambda x: x[:, ::2], True),
+    "dimensions in another order": (lambda x: x.transpose(0, 1), True),
+    "every other column": (lambda x: torch.cat((x, x), -1)[..., ::2], False),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("name", GAPS)
+def test_a_layer_of_rows_with_gaps_is_served(kernels: Kernels, name: str, bias: bool) -> None:
+    """Also with steps behind it, which torch computes then."""
+    part, is_served = GAPS[name]
+    for steps, kind in ((lambda y: y, "linear"), (F.relu, "chain")):
+        kernels.calls.clear()
+        torch._dynamo.reset()
+        assert counts_of(made(Own(lambda m, x: steps(m.c(part(x))), bias)), given()) == {kind: 1}  # noqa: B023
+        assert len(kernels.calls) == 2 * is_served
+
+
 def test_nan_and_infinity_go_through() -> None:
     model, x = made(Own(lambda m, x: x + m.c(x))), given()
     x[0, 0, 0], x[1, 2, 3] = math.nan, math.inf
@@ -425,9 +603,9 @@ def clamped(node: torch.fx.Node) -> patterns.Match | None:
         return None
     product = node.args[0]
     layer = linear_of(product) if isinstance(product, torch.fx.Node) else None
-    if layer is None or layer[2] is not None:
+    if layer is None or len(layer) > 2:
         return None
-    return patterns.Match("clamped", (product, node), layer[:2], Clamped, ("clamped",))  # type: ignore[arg-type]
+    return patterns.Match("clamped", (product, node), layer, Clamped, ("clamped",))  # type: ignore[arg-type]
 
 
 def test_a_pattern_is_a_function_its_site_and_its_place_in_the_list(

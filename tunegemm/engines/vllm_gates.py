@@ -138,7 +138,7 @@ def _linear_of(node: Any) -> Layer | None:
         return None
     x, turned = node.args
     weight = transposed_of(turned)
-    return (x, weight, None) if isinstance(x, Node) and weight is not None else None
+    return (x, weight) if isinstance(x, Node) and weight is not None else None
 
 
 #: vLLM's SiluAndMul slices the halves as torch's own code does.

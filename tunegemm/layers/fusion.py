@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import DTYPES
-from tunegemm.layers.graph import Order, are_same, is_matrix, mark_turned, transposed_of, value
+from tunegemm.layers.graph import Order, are_same, is_matrix, mark_turned, read_results, transposed_of, value
 from tunegemm.layers.patterns import PATTERNS, Match, Pattern
 
 #: Makes the function that a match becomes; None where the graph's own operations are to stay.
@@ -27,6 +27,7 @@ def fuse(graph: Graph, make: Make = Match.made, patterns: Sequence[Pattern] | No
     """
     count: Counter[str] = Counter()
     mark_turned(graph)
+    read_results(graph)
     for pattern in PATTERNS if patterns is None else patterns:
         order, gone = Order(graph), set[Node]()
         for node in [*graph.nodes]:
@@ -76,7 +77,8 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         or x.device.type != extension.device_type()
         or any(each.dtype is not x.dtype or each.device != x.device for each in (*computed, *operands))
         or any(each.requires_grad for each in computed)
-        or any(each.is_conj() or each.is_neg() for each in operands)
+        or any(each.is_conj() or each.is_neg() for each in (*computed, *operands))
+        or not all(map(order.ends_with, match.nodes))
         or x.ndim < 2
     ):
         return None
@@ -88,8 +90,8 @@ def _facts(match: Match, order: Order) -> tuple[Any, ...] | None:
         or not are_same(x.shape[-1:], weights[0].shape[1:])
         or any(each.stride(0) != 1 or each.shape[0] not in columns for each in operands if each.ndim == 1)
         or any(each.ndim == 0 for each in operands)
-        or (match.results and not order.all_before(match.operands, match.nodes[0]))
         or not order.may_move(match.nodes, match.operands)
+        or (match.results and not all(order.bring(each, match.nodes[0]) for each in match.operands))
     ):
         return None
     (n, k), row_stride = weights[0].shape, weights[0].stride(0)

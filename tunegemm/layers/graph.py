@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
@@ -19,24 +21,20 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-#: The input, weight and bias of a linear layer.
-Layer: TypeAlias = tuple[Node, Node, Node | None]
+#: The input and weight of a linear layer, and its bias if it has one.
+Layer: TypeAlias = tuple[Node, ...]
 
-#: torch's linear layer: (x, weight, bias), in either spelling.
-LINEAR = frozenset((torch._C._nn.linear, functional.linear))
-_SAME: dict[str, frozenset[Any]] = {
-    "mul": frozenset((operator.mul, torch.mul, torch.multiply)),
-    "add": frozenset((operator.add, torch.add)),
-    "matmul": frozenset((operator.matmul, torch.matmul)),
-    "mm": frozenset((torch.mm,)),
-    "bmm": frozenset((torch.bmm,)),
-}
-#: Torch's activations; the last one is a method's name.
-_ACTIVATIONS: dict[Any, str] = {
-    functional.silu: "silu", functional.gelu: "gelu", torch._C._nn.gelu: "gelu",
-    functional.relu: "relu", torch.relu: "relu", "relu": "relu",
+#: The operations that patterns consist of, with the names of their operands.
+_OPERANDS = {
+    "mul": ("input", "other"), "add": ("input", "other"), "matmul": ("input", "other"),
+    "mm": ("input", "mat2"), "bmm": ("input", "mat2"), "addmm": ("input", "mat1", "mat2"),
+    "grouped_mm": ("input", "mat2", "offs"), "linear": ("input", "weight", "bias"),
+    "einsum": ("equation", "input", "other"),
+    "silu": ("input", "inplace"), "relu": ("input", "inplace"), "gelu": ("input",),
 }  # fmt: skip
-_GROUPED: frozenset[Any] = frozenset((functional.grouped_mm, torch._grouped_mm))
+_SAME = {"multiply": "mul", "imul": "mul", "iadd": "add", "inner": "linear", "_grouped_mm": "grouped_mm"}
+#: Values of keywords that change no result. The pass itself looks at what is written in place.
+_NEUTRAL = {"alpha": (1,), "beta": (1,), "inplace": (False, True)}
 
 
 def value(node: Any) -> Any:
@@ -61,78 +59,82 @@ def name_of(node: Node) -> str:
     return str(getattr(node.target, "__name__", "")).partition(".")[0]  # an operator's has its overload
 
 
-def calls(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands of a call to a function, operator or method that `_SAME` lists; else None."""
-    if not isinstance(node, Node) or node.kwargs or len(node.args) != 2:
-        return None
-    is_method = node.op == "call_method" and node.target == name
-    if not is_method and not (node.op == "call_function" and node.target in _SAME[name]):
-        return None
-    return node.args[0], node.args[1]
+def operation(node: Any) -> tuple[str, tuple[Any, ...]]:
+    """The name and the operands of an operation of `_OPERANDS`, by whatever function, operator, method and
+    keywords, also in place; an empty name for anything else."""
+    name = name_of(node).removesuffix("_") if isinstance(node, Node) else ""
+    names = _OPERANDS.get(name := _SAME.get(name, name), ())
+    if not names or len(node.args) > len(names):
+        return "", ()
+    if node.op != "call_method" and not only_computes(node.target):
+        return "", ()
+    words = dict(zip(names, node.args, strict=False)) | node.kwargs
+    operands = tuple(words.pop(each, None) for each in names if each not in _NEUTRAL)
+    if name == "gelu" and words.pop("approximate", "none") == "tanh":
+        name = "gelu_tanh"
+    if not all(each is None or each in _NEUTRAL.get(word, ()) for word, each in words.items()):
+        return "", ()
+    return _of_equation(*operands) if name == "einsum" else (name, operands)
+
+
+def _of_equation(equation: Any, *operands: Any) -> tuple[str, tuple[Any, ...]]:
+    """The operation that an einsum such as ``...i,oi->...o`` computes, as above."""
+    for name, weight in (("linear", r"(\w)\2"), ("matmul", r"\2(\w)")):
+        found = re.fullmatch(rf"((?:\.\.\.)?\w*)(\w),{weight}->\1\3", str(equation).replace(" ", ""))
+        letters = "".join(found.groups()).strip(".") if found else "aa"
+        if len({*letters}) == len(letters):
+            return name, (*operands, None) if name == "linear" else operands
+    return "", ()
 
 
 def linear_of(node: Any) -> Layer | None:
-    """The input, weight and bias of a linear layer, or of ``x @ weight.T``; None for anything else."""
-    if (pair := calls(node, "matmul") or calls(node, "mm")) is not None:
-        given_x, turned = pair[0], transposed_of(pair[1])
-        return (given_x, turned, None) if isinstance(given_x, Node) and turned is not None else None
-    if not isinstance(node, Node) or node.op != "call_function" or node.target not in LINEAR:
+    """The operands of a linear layer, or of ``x @ weight.T``; None for anything else."""
+    name, operands = operation(node)
+    if name in ("matmul", "mm"):
+        operands = operands[0], transposed_of(operands[1]), None
+    elif name == "addmm":
+        operands = operands[1], transposed_of(operands[2]), operands[0]
+    elif name != "linear":
         return None
-    names = ("input", "weight", "bias")
-    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
-    x, weight, bias = (arguments.get(name) for name in names)
-    if not isinstance(x, Node) or not isinstance(weight, Node) or not isinstance(bias, Node | None):
-        return None
-    return x, weight, bias
-
-
-def product_of(node: Any) -> tuple[Node, ...] | None:
-    """The operands of a product of matrices or batches, or of rows in groups and their ends; else None."""
-    operands: tuple[Any, ...] | None = calls(node, "matmul") or calls(node, "mm") or calls(node, "bmm")
-    if operands is None and isinstance(node, Node) and node.op == "call_function" and node.target in _GROUPED:
-        arguments = dict(zip(("input", "mat2"), node.args, strict=False)) | node.kwargs
-        if {name for name, each in arguments.items() if each is not None} == {"input", "mat2", "offs"}:
-            operands = arguments["input"], arguments["mat2"], arguments["offs"]
-    return operands if operands and all(isinstance(each, Node) for each in operands) else None
+    operands = operands[:2] if operands[2] is None else operands
+    return operands if all(isinstance(each, Node) for each in operands) else None
 
 
 def transposed_of(node: Any) -> Node | None:
     """The matrix behind a transposed view, however the view is written; else None."""
     result = value(node)
-    source = node.args[0] if result is not None and result.ndim == 2 and node.args else None
+    source: Any = node.args[0] if result is not None and node.args else None
     whole = value(source)
-    if whole is None or whole.ndim != 2 or whole.dtype.is_complex or storage_of(whole) != storage_of(result):
-        return None
-    turned = whole.t()
-    same = are_same(turned.shape, result.shape) and are_same(turned.stride(), result.stride())
-    is_at_its_place = same and result.storage_offset() == whole.storage_offset()
-    return source if is_at_its_place and not may_write(node) else None
-
-
-def activation_of(node: Any) -> tuple[str, Node] | None:
-    """The name and the input of silu, gelu, gelu_tanh or relu; None for anything else, or in place."""
-    if not isinstance(node, Node) or node.op not in ("call_function", "call_method") or len(node.args) != 1:
-        return None
-    name, source = name_of_activation(node.target, node.kwargs), node.args[0]
-    return (name, source) if name and isinstance(source, Node) else None
-
-
-def name_of_activation(function: Any, keywords: Mapping[str, Any]) -> str:
-    """The activation that a function, or a method by its name, computes with these keywords; empty for
-    anything else, or in place."""
-    words, name = dict(keywords), _ACTIVATIONS.get(function, "")
-    if name == "gelu":
-        name = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(words.pop("approximate", "none")), "")
-    return "" if words.pop("inplace", False) or words else name
+    is_view = whole is not None and whole.ndim == 2 and not may_write(node)
+    return source if is_view and _are_one(whole.t(), result) else None
 
 
 def passed_on(node: Node) -> Node | None:
-    """The input of a dropout that is off, which returns it unchanged; None for anything else."""
-    if node.op != "call_function" or node.target is not functional.dropout:
-        return None
-    bound = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs).arguments
-    source = bound["input"]
-    return source if bound.get("training", True) is False and isinstance(source, Node) else None
+    """The input of a node that returns it unchanged, as a dropout that is off does, or a cast to the same
+    dtype; None for anything else."""
+    if node.target is functional.dropout:
+        bound = inspect.signature(functional.dropout).bind(*node.args, **node.kwargs).arguments
+        return bound["input"] if bound.get("training", True) is False else None
+    source: Any = node.args[0] if node.args else None
+    given, result = value(source), value(node)
+    is_same = given is not None and result is not None and _are_one(given, result)
+    return source if is_same and not may_write(node) else None
+
+
+def _are_one(*tensors: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of one storage in the same order."""
+    facts = [(storage_of(x), x.dtype, x.storage_offset(), *layout_of(x)) for x in tensors]
+    return are_same(*facts)
+
+
+def read_results(graph: Graph) -> None:
+    """Let what follows an operation in place read its result, which is the tensor that it wrote to."""
+    before = set[Node]()
+    for node in graph.nodes:
+        before.add(node)
+        written: Any = next(writes(node), None) if operation(node)[0] else None
+        if value(written) is not None:
+            written.replace_all_uses_with(node, lambda user: user not in before)
 
 
 #: Names of what changes more of a tensor than its values.
@@ -193,7 +195,7 @@ def _serve_users(node: Node, value: Any, storage: int) -> bool:
         if any(written is node or not isinstance(written, Node) for written in writes(user)):
             return False
         result: Any = _value(user)
-        if all(storage_of(each) != storage for each in tree_leaves(result) if isinstance(each, torch.Tensor)):
+        if storage not in storages_of(user):
             continue
         if not user.args or user.args[0] is not node:
             return False
@@ -240,44 +242,70 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def storages_of(node: Node) -> set[int]:
+    """The storages of all tensors that a node computes."""
+    return {storage_of(each) for each in tree_leaves(_value(node)) if isinstance(each, torch.Tensor)}
+
+
 class Order:
     """The order of a graph's nodes, and the writes between them."""
 
     def __init__(self, graph: Graph) -> None:
         self._nodes = [*graph.nodes]
         self._place = {node: place for place, node in enumerate(self._nodes)}
-        results = {"placeholder", "get_attr"}
-        self._inputs = {
-            storage_of(result)
-            for node in self._nodes
-            if node.op in results or "dropout" in name_of(node)
-            for each in (node, *node.all_input_nodes)
-            if (result := value(each)) is not None
-        }
+        self._same: dict[int, int] = {}
+        """The storages of dropouts' inputs, which may be those of their results, by these."""
+        for node in self._nodes:
+            if "dropout" in name_of(node):
+                for place in self._memory(*node.all_input_nodes[:1]):
+                    self._same |= dict.fromkeys(storages_of(node), place)
+        self._inputs = self._memory(*(node for node in self._nodes if node.op in ("placeholder", "get_attr")))
 
-    def all_before(self, operands: Iterable[Node], node: Node) -> bool:
-        """Whether all operands exist at a node's place. Nodes that the pass inserted always do."""
-        place = self._place[node]
-        return all(self._place.get(operand, -1) < place for operand in operands)
+    def _memory(self, *nodes: Node) -> set[int]:
+        return {self._same.get(place, place) for node in nodes for place in storages_of(node)}
+
+    def bring(self, node: Node, other: Node) -> bool:
+        """Whether a node exists at the place of another, also by moving it there if it is a view or a cast.
+        Nodes that the pass inserted exist there."""
+        if self._place.get(node, -1) < self._place[other]:
+            return True
+        given = node.all_input_nodes
+        is_cast = name_of(node) in ("to", "type_as", "float", "half", "bfloat16", "contiguous")
+        is_view = any(storages_of(node) <= storages_of(each) for each in given)
+        if may_write(node) or not (is_cast or is_view):
+            return False
+        if not self.may_move((node, other), given) or not all(self.bring(each, other) for each in given):
+            return False
+        other.prepend(node)
+        self._place[node] = self._place[other] - 1
+        return True
+
+    def ends_with(self, node: Node) -> bool:
+        """Whether a node's result may be a new tensor, because nobody reads what the node writes to, if it
+        does, but through its result."""
+        for written in filter(None, writes(node)):
+            if (result := value(written)) is None or (places := self._memory(written)) & self._inputs:
+                return False
+            if not are_same((result.numel() * result.itemsize,), (result.untyped_storage().nbytes(),)):
+                return False  # a new tensor has no gaps
+            before = [*takewhile(lambda each: each is not node, node.graph.nodes)]
+            read = {user for each in before if places & self._memory(each) for user in each.users}
+            if not read <= {node, *before}:
+                return False
+        return True
 
     def may_move(self, nodes: Iterable[Node], operands: Iterable[Node]) -> bool:
         """Whether these nodes compute the same at the place of the last (or the first) of them: no node in
         between writes to an operand or changes torch's state."""
         own = {*nodes}
         places = [self._place[node] for node in own]
-        read: set[int] = set()
-        for operand in operands:
-            result = value(operand)
-            if result is None:
-                return False
-            read.add(storage_of(result))
+        read = self._memory(*operands) | self._inputs
         for node in self._nodes[min(places) : max(places)]:
             if node in own:
                 continue
             for written in writes(node):
-                result = value(written) if isinstance(written, Node) else None
-                # What the caller gave, and a dropout, may share memory in ways that the graph does not show.
-                if result is None or (place := storage_of(result)) in read or place in self._inputs:
+                # What the caller gave may share memory in ways that the graph does not show.
+                if value(written) is None or self._memory(written) & read:
                     return False
         return True
 
@@ -301,11 +329,11 @@ def writes(node: Node) -> Iterator[Any]:
         yield None
     # Names of Python's operators, such as `and_`, end like those of torch's functions in place.
     elif (name := name_of(node)).endswith("_") and getattr(operator, name, None) is not node.target:
-        yield node.args[0] if node.args else None
-    if "out" in node.kwargs:
+        yield node.args[0] if node.args else node.kwargs.get("input")
+    if node.kwargs.get("out") is not None:
         yield node.kwargs["out"]
     if _is_in_place(node):
-        yield node.args[0] if node.args else None
+        yield node.args[0] if node.args else node.kwargs.get("input")
 
 
 def may_write(node: Node) -> bool:
@@ -317,13 +345,7 @@ def may_write(node: Node) -> bool:
 _WRITERS = ("embedding", "batch_norm", "instance_norm", "moving_avg")
 
 
-_IN_PLACE = frozenset(
-    getattr(operator, name)
-    for name in (
-        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
-        "ilshift", "irshift",
-    )
-)  # fmt: skip
+_IN_PLACE = {getattr(operator, f"i{name.strip('_')}", None) for name in dir(operator)}
 
 
 def _overloads(target: Any) -> list[Any]:
@@ -343,7 +365,7 @@ def only_computes(target: Callable[..., Any]) -> bool:
     name = str(getattr(target, "__name__", ""))
     if module in ("_operator", "operator", "builtins", "math"):
         return name not in ("setattr", "delattr")
-    if name == "_log_api_usage_once":
+    if name in ("_log_api_usage_once", "_grouped_mm"):
         return True
     if module == "torch._C" or name.startswith(("_set_", "set_", "_enter", "_exit", "manual_seed")):
         return False

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
 from tunegemm.dispatch.guards import capturing
-from tunegemm.layers.graph import are_same, may_write, name_of, only_computes, storage_of, value
+from tunegemm.layers.graph import are_same, may_write, name_of, only_computes, storages_of, value
 
 _attention: Any = functional.scaled_dot_product_attention
 sdpa: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention
@@ -133,13 +133,9 @@ def _computed(mask: Node) -> tuple[list[Node], list[Node]] | None:
 
 def _is_written(graph: Graph, nodes: Iterable[Node]) -> bool:
     """Whether anything in the graph may write to the results of these nodes."""
-    places = {storage_of(result) for node in nodes if (result := value(node)) is not None}
-    return any(
-        (result := value(read)) is not None and storage_of(result) in places
-        for node in graph.nodes
-        if may_write(node)
-        for read in node.all_input_nodes
-    )
+    places = {place for node in nodes for place in storages_of(node)}
+    reads = (read for node in graph.nodes if may_write(node) for read in node.all_input_nodes)
+    return any(places & storages_of(read) for read in reads)
 
 
 def _program(nodes: Iterable[Node], extents: Iterable[Node]) -> GraphModule:

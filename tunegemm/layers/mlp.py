@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from tunegemm.dispatch import guards
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.layers import sites
-from tunegemm.layers.graph import name_of_activation
 from tunegemm.torch.linear import TunedLinear, is_replaced
 
 _is_compiling = torch.compiler.is_compiling
@@ -126,12 +126,10 @@ def activation_of(module: Any) -> str:
     activation functions, by name or through an attribute. The activations of transformers do this.
     """
     cls = type(module)
-    if cls is nn.SiLU:
-        return "" if module.inplace else "silu"
+    if cls in (nn.SiLU, nn.ReLU):
+        return "" if module.inplace else cls.__name__.lower()
     if cls is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
-    if cls is nn.ReLU:
-        return "" if module.inplace else "relu"
     name, attribute = _called_by(vars(cls).get("forward"), cls.__call__)
     return _name_of(vars(module).get(attribute)) if attribute else name
 
@@ -151,13 +149,20 @@ def _called_by(forward: Any, call: Any) -> tuple[str, str]:
     return "", ""
 
 
+_FUNCTIONS: dict[Any, str] = {
+    (functional.silu,): "silu", (functional.relu,): "relu", (torch.relu,): "relu",
+    (functional.gelu,): "gelu", (functional.gelu, ("approximate", "none")): "gelu",
+    (functional.gelu, ("approximate", "tanh")): "gelu_tanh",
+}  # fmt: skip
+
+
 def _name_of(function: Any) -> str:
     """The name of one of torch's activation functions; empty for any other object."""
-    words = {}
+    words: dict[str, Any] = {}
     if isinstance(function, partial) and not function.args:
         function, words = function.func, function.keywords
     is_function = isinstance(function, FunctionType | BuiltinFunctionType)  # which have a hash
-    return name_of_activation(function, words) if is_function else ""
+    return _FUNCTIONS.get((function, *words.items()), "") if is_function else ""
 
 
 #: What a class may have to make copies with whatever it takes from the module.

@@ -15,19 +15,18 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from tunegemm.dispatch.forms import ACTIVATIONS
 from tunegemm.generate.joined import MOST_WEIGHTS
 from tunegemm.layers import sites
 from tunegemm.layers.graph import (
     Layer,
-    activation_of,
     are_same,
-    calls,
     is_matrix,
     layout_of,
     linear_of,
     may_write,
+    operation,
     passed_on,
-    product_of,
     storage_of,
     takes_views,
     value,
@@ -70,20 +69,18 @@ Pattern: TypeAlias = Callable[[Node], Match | None]
 
 def gate(node: Node) -> Match | None:
     """``act(linear(x, gate)) * linear(x, up)``, in either order, each with a bias or neither."""
-    for activated, other in _both_ways(calls(node, "mul")):
-        result, up = activation_of(activated), linear_of(other)
-        if result is None or up is None or (first := linear_of(result[1])) is None:
+    for activated, other in _both_ways(node, "mul"):
+        first, second = _layer_behind(activated), _layer_behind(other)
+        if first is None or second is None or not first[1] or second[1]:
             continue
-        (x, weight, bias), (same, upper, upper_bias) = first, up
-        if same is not x or (bias is None) != (upper_bias is None):
+        (x, weight, *bias), (same, upper, *upper_bias) = first[2], second[2]
+        if same is not x or len(bias) != len(upper_bias) or not _lie_alike(weight, upper):
             continue
-        if not _lie_alike(weight, upper) or value(weight).shape != value(upper).shape:
+        if value(weight).shape != value(upper).shape:
             continue
-        biases = () if bias is None or upper_bias is None else (bias, upper_bias)
-        return Match(
-            "gate", (result[1], activated, other, node), (x, weight, upper, *biases), sites.gated,
-            (result[0], sites.TWO_WEIGHTS, bool(biases)),
-        )  # fmt: skip
+        operands = (x, weight, upper, *bias, *upper_bias)
+        words = first[1], sites.TWO_WEIGHTS, bool(bias)
+        return Match("gate", (*first[0], *second[0], node), operands, sites.gated, words)
     return None
 
 
@@ -93,95 +90,90 @@ def half_gate(node: Node, layer: Callable[[Node], Layer | None] = linear_of) -> 
 
     layer: returns a node's linear layer; the graphs of engines spell layers differently.
     """
-    for activated, other in _both_ways(calls(node, "mul")):
-        result, upper = activation_of(activated), part_of(other)
-        gate = None if result is None else part_of(result[1])
-        if result is None or gate is None or upper is None or gate.whole is not upper.whole:
+    for activated, other in _both_ways(node, "mul"):
+        (source, *nodes), activation = _activated_behind(activated)
+        gate, upper = part_of(source), part_of(other)
+        if not activation or gate is None or upper is None or gate.whole is not upper.whole:
             continue
         layout = _LAYOUTS.get((gate.part, upper.part))
         if layout is None or (linear := layer(gate.whole)) is None:
             continue
-        x, weight, bias = linear
         between = dict.fromkeys((*gate.nodes, *upper.nodes))
-        return Match(
-            "half gate", (gate.whole, *between, activated, node),
-            (x, weight) if bias is None else (x, weight, bias), sites.gated,
-            (result[0], layout, bias is not None),
-        )  # fmt: skip
+        words = activation, layout, len(linear) > 2
+        return Match("half gate", (gate.whole, *between, *nodes, node), linear, sites.gated, words)
     return None
 
 
 def chain(node: Node) -> Match | None:
     """A layer with an activation, a residual, or both: ``residual + act(linear(x, weight, bias))``."""
-    residual: Node | None = None
-    found = _layer_behind(node)
-    if (pair := calls(node, "add")) is not None:
-        for left, right in _both_ways(pair):
-            if isinstance(left, Node) and isinstance(right, Node) and len(right.users) == 1:
-                residual, found = left, _layer_behind(right)
-            if found is not None:
-                break
-        if residual is None or found is None or not _lies_as(residual, node):
-            return None
-        if not are_same(value(residual).shape, value(found[0][0]).shape):  # a residual of more dimensions
-            return None
-    if found is None:
-        return None
-    nodes, activation, (x, weight, bias) = found
-    if residual is None and not activation:
-        return None
-    operands = [x, weight, *([] if bias is None else [bias]), *([] if residual is None else [residual])]
-    words = activation, bias is not None, residual is not None
-    return Match("chain", tuple(dict.fromkeys((*nodes, node))), tuple(operands), sites.chain, words)
+    for *residual, last in ((node,), *_both_ways(node, "add")):
+        if (found := _layer_behind(last)) is None or not (found[1] or residual):
+            continue
+        nodes, activation, layer = found
+        are_alike = all(_lies_as(each, node) for each in (nodes[0], *residual))
+        if not are_alike or (residual and len(last.users) > 1):
+            continue
+        words = activation, len(layer) > 2, bool(residual)
+        every = tuple(dict.fromkeys((*nodes, node)))
+        return Match("chain", every, (*layer, *residual), sites.chain, words)
+    return None
 
 
-def _layer_behind(node: Node) -> tuple[list[Node], str, Layer] | None:
-    """A linear layer, the name of its activation, and all nodes from the layer to this one, which may also be
-    disabled dropouts; None if there is no layer."""
-    nodes = [node]
-    while (source := passed_on(nodes[0])) is not None:
-        nodes.insert(0, source)
-    activation = ""
-    if (result := activation_of(nodes[0])) is not None:
-        activation = result[0]
-        nodes.insert(0, result[1])
+def _layer_behind(node: Any) -> tuple[list[Node], str, Layer] | None:
+    """A linear layer, the name of its activation, and all nodes from the layer to this one, which may also
+    return their inputs unchanged; None if there is no layer."""
+    nodes, activation = _activated_behind(node)
     layer = linear_of(nodes[0])
     return None if layer is None else (nodes, activation, layer)
+
+
+def _activated_behind(node: Any) -> tuple[list[Any], str]:
+    """As above, for what is no layer: the first node, whatever it computes, is the activation's input."""
+    nodes, activation = [node], ""
+    while isinstance(nodes[0], Node):
+        name, operands = operation(nodes[0])
+        if name in ACTIVATIONS and not activation:
+            activation, source = name, operands[0]
+        elif (source := passed_on(nodes[0])) is None:
+            break
+        nodes.insert(0, source)
+    return nodes, activation
 
 
 def several(node: Node) -> Match | None:
     """Two or three linear layers of one input, such as q, k and v, if this node is the first of them."""
     if (layer := linear_of(node)) is None:
         return None
-    x, first, bias = layer
-    results: list[tuple[Node, Node, Node | None]] = []
+    x, first, *_ = layer
+    alike: dict[Node, Layer] = {}
     for user in x.users:
-        if (other := linear_of(user)) is not None and other[0] is x and _lie_alike(first, other[1]):
-            results.append((user, other[1], other[2]))
-    if not 2 <= len(results) <= MOST_WEIGHTS or results[0][0] is not node:
+        other = linear_of(user)
+        if other and other[0] is x and len(other) == len(layer) and _lie_alike(first, other[1]):
+            alike[user] = other
+    nodes = (*alike,)
+    if not 2 <= len(nodes) <= MOST_WEIGHTS or nodes[0] is not node or not all(map(takes_views, nodes)):
         return None
-    nodes, weights, biases = zip(*results, strict=True)
-    if any((each is None) != (bias is None) for each in biases) or not all(map(takes_views, nodes)):
-        return None
+    _, weights, *biases = zip(*alike.values(), strict=True)
+    operands = (x, *weights, *(bias for each in biases for bias in each))
     columns = tuple(value(weight).shape[0] for weight in weights)
-    operands = (x, *weights, *(biases if bias is not None else ()))
-    return Match("several", nodes, operands, sites.several, (bias is not None, columns), nodes)
+    return Match("several", nodes, operands, sites.several, (bool(biases), columns), nodes)
 
 
 def linear(node: Node) -> Match | None:
     """A single linear layer."""
     if (layer := linear_of(node)) is None:
         return None
-    x, weight, bias = layer
-    operands = (x, weight) if bias is None else (x, weight, bias)
-    return Match("linear", (node,), operands, sites.chain, ("", bias is not None, False))
+    return Match("linear", (node,), layer, sites.chain, ("", len(layer) > 2, False))
 
 
 def product(node: Node) -> Match | None:
     """A product outside linear layers: of two matrices or batches of them, or of rows in groups."""
-    operands = product_of(node)
-    if operands is None or any(each is None or each.ndim < 2 for each in map(value, operands[:2])):
+    name, operands = operation(node)
+    if name not in ("matmul", "mm", "bmm", "grouped_mm") or not isinstance(operands[-1], Node):
         return None
+    left, right = map(value, operands[:2])
+    if left is None or right is None or not are_same(left.shape[-1:], right.shape[-2:-1]):
+        return None  # which an einsum may repeat
     call: Callable[..., Any] = sites.grouped if len(operands) == 3 else sites.product
     return Match("product", (node,), operands[:2], lambda facts: call, (), ends=operands[2:])
 
@@ -237,8 +229,10 @@ def _columns_of(part: torch.Tensor, whole: torch.Tensor) -> str | None:
     return names.get((offset, part.stride(-1))) if type(offset) is int else None
 
 
-def _both_ways(pair: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
-    return [] if pair is None else [pair, pair[::-1]]
+def _both_ways(node: Node, name: str) -> list[tuple[Any, ...]]:
+    """The operands of an operation, in either order, if it has this name."""
+    found, operands = operation(node)
+    return [operands, operands[::-1]] if found == name else []
 
 
 def _lie_alike(first: Node, second: Node) -> bool:

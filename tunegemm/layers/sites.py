@@ -99,7 +99,7 @@ class Linear(Site):
         if activation or has_residual:
             self._linear: Callable[..., Any] = linear(has_bias, facts)
         else:
-            self.by_torch = functional.linear  # type: ignore[assignment,method-assign]
+            self.by_torch = self._with_gaps  # type: ignore[method-assign]
 
     def decide(self, x: torch.Tensor, *operands: Any) -> Any:
         if self._has_residual and not operands[-1].is_contiguous():
@@ -119,11 +119,16 @@ class Linear(Site):
         return result
 
     def _by_dispatcher(self, x: torch.Tensor, weight: torch.Tensor, *tensors: torch.Tensor) -> Any:
-        """For kernels that are not launched by addresses alone."""
-        if not x.is_contiguous() or (self._has_residual and not tensors[-1].is_contiguous()):
+        """For kernels that are not launched by addresses alone, and for rows with gaps."""
+        if self._has_residual and not tensors[-1].is_contiguous():
             return None
         result = api.dispatcher.fused(self._form, *_as_matrices(x, weight, *tensors))
         return None if result is None else shaped(result, (*x.shape[:-1], weight.shape[0]))
+
+    def _with_gaps(self, x: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        is_torchs = x.is_contiguous() or dispatch_modes() or forward_ad._current_level >= 0
+        result = None if is_torchs else self._by_dispatcher(x, *operands)
+        return functional.linear(x, *operands) if result is None else result
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
         weight, *tensors = operands
@@ -139,7 +144,7 @@ def _as_matrices(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
     """The operands of a linear layer as the dispatcher takes them: rows, the weight turned, and the rest."""
     seen = tuple(each if each.ndim == 1 else each.view(-1, each.shape[-1]) for each in tensors)
-    return x.view(-1, x.shape[-1]), weight.t(), seen
+    return x.reshape(-1, x.shape[-1]), weight.t(), seen
 
 
 def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_residual: bool) -> Way:
