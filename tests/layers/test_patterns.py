@@ -120,6 +120,11 @@ PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     "einsum that adds rows": (lambda m, x: torch.einsum("bsi,oi->bo", x, m.c.weight), 0),
     "einsum of a diagonal": (lambda m, x: torch.einsum("ssi,oi->so", x[:, :2], m.c.weight), 0),
     "einsum of one letter twice": (lambda m, x: torch.einsum("bsi,si->bs", x, m.c.weight[:8]), 0),
+    "einsum of an input's diagonal": (
+        lambda m, x: torch.einsum("bii,oi->bio", x[..., :8], m.c.weight[:, :8]),
+        0,
+    ),
+    "einsum of a weight's diagonal": (lambda m, x: torch.einsum("bsi,ii->bsi", x, m.c.weight), 0),
     "einsum that repeats a line": (lambda m, x: torch.einsum("bsi,oi->bso", x, m.c.weight[:, :1]), 0),
     "einsum that repeats a column": (lambda m, x: torch.einsum("bsi,io->bso", x, m.c.weight[:1]), 0),
     "einsum of three": (lambda m, x: torch.einsum("bsi,oi,o->bso", x, m.c.weight, x[0, 0]), 0),
@@ -211,7 +216,7 @@ def _in_turn(m: Own, x: torch.Tensor) -> torch.Tensor:
 def _cast_after_a_write(m: Own, x: torch.Tensor) -> torch.Tensor:
     weight = m.a.weight.double()
     first = F.linear(x, m.b.weight)
-    weight.mul_(2)
+    weight.neg_()
     return first.sum() + F.linear(x, weight.to(x.dtype))
 
 
@@ -350,6 +355,7 @@ LEFT: dict[str, Callable[..., torch.Tensor]] = {
     "a weight that is normalised in between": lambda m, x: (
         silu(m.a(x)) * (F.embedding(torch.zeros(2, dtype=torch.long), m.b.weight, max_norm=0.1), m.b(x))[1]
     ),
+    "a layer's result that was written to": lambda m, x: silu(m.a(x).neg_()) * m.b(x),
     "another activation": lambda m, x: torch.sigmoid(m.a(x)) * m.b(x),
 }
 

@@ -81,8 +81,7 @@ def _of_equation(equation: Any, *operands: Any) -> tuple[str, tuple[Any, ...]]:
     """The operation that an einsum such as ``...i,oi->...o`` computes, as above."""
     for name, weight in (("linear", r"(\w)\2"), ("matmul", r"\2(\w)")):
         found = re.fullmatch(rf"((?:\.\.\.)?\w*)(\w),{weight}->\1\3", str(equation).replace(" ", ""))
-        letters = "".join(found.groups()).strip(".") if found else "aa"
-        if len({*letters}) == len(letters):
+        if found and found[2] not in found[1] + found[3]:
             return name, (*operands, None) if name == "linear" else operands
     return "", ()
 
@@ -329,11 +328,11 @@ def writes(node: Node) -> Iterator[Any]:
         yield None
     # Names of Python's operators, such as `and_`, end like those of torch's functions in place.
     elif (name := name_of(node)).endswith("_") and getattr(operator, name, None) is not node.target:
-        yield node.args[0] if node.args else node.kwargs.get("input")
-    if node.kwargs.get("out") is not None:
+        yield node.args[0] if node.args else None
+    if "out" in node.kwargs:
         yield node.kwargs["out"]
     if _is_in_place(node):
-        yield node.args[0] if node.args else node.kwargs.get("input")
+        yield node.args[0] if node.args else None
 
 
 def may_write(node: Node) -> bool:
