@@ -200,6 +200,20 @@ def test_steps_after_a_layer_are_its_kernels(kernels: Kernels, name: str, bias: 
     assert counts_of(made(Own(CHAINS[name], bias)), given()) == {"chain": 1} and len(kernels.calls) == 2
 
 
+def test_of_two_layers_that_are_added_the_one_that_nobody_else_reads_is_the_sum() -> None:
+    model = made(Own(lambda m, x: (lambda y: (m.c(x + 1) + y) * y)(m.c(x))))
+    assert counts_of(model, given()) == {"chain": 1, "linear": 1}
+
+
+def test_a_residual_of_any_number_of_rows_may_be_added_to_in_place() -> None:
+    model = made(Own(CHAINS["to the residual, in place"]))
+    run, found = compiled(model, dynamic=True)
+    with torch.no_grad():
+        for rows in (3, 7, 33):
+            close(run(given(rows)), model(given(rows)))
+    assert found == {"chain": 1}
+
+
 def _viewed(m: Own, x: torch.Tensor, turned: Any = lambda k: k.mT) -> torch.Tensor:
     q, k = (layer(x).view(*x.shape[:-1], -1, 16).transpose(1, 2) for layer in (m.a, m.b))
     return (q @ turned(k)).softmax(-1) @ k
