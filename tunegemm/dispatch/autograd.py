@@ -126,9 +126,7 @@ def differentiably(
     add: Add | None = None,
 ) -> torch.Tensor:
     """`Product`, recorded by autograd; `is_simple` must hold."""
-    if (
-        b.requires_grad and a.ndim > 2 and b.ndim == 2
-    ):  # as torch: by rows, a copy where there is no such view
+    if b.requires_grad and a.ndim > 2 and b.ndim == 2:  # as torch: by rows, copied where no view has them
         result = differentiably(product, a.flatten(0, -2), b, linear, bias, add)
         return shaped(result, (*a.shape[:-1], result.shape[-1]))
     return Product.apply(product, a, b, linear, bias, add)
