@@ -100,7 +100,7 @@ class Dispatcher:
             # Torch's check of tensors ends the process at a nested one (2.13).
             is_odd = b_address & (ALIGNMENT - 1) or a.is_nested is True
         except (AttributeError, RuntimeError, TypeError):  # not a tensor, or one without memory
-            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
+            is_odd = True
         if is_odd:
             return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         if out is None:
@@ -121,31 +121,26 @@ class Dispatcher:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b)
                 return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
-            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
-        a_address = data_ptr(a)
-        if a_address & (ALIGNMENT - 1):
-            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
-        if (
-            dispatch_modes()
+        elif not (
+            (a_address := data_ptr(a)) & (ALIGNMENT - 1)
+            or dispatch_modes()
             or (function_modes() and are_functions_watched())
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.device_index >= 0 and recent.device_index != current_device())
         ):
-            return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
-        try:
-            if out is None:
-                result = self._empty(*plan.output)
-                launch(a_address, b_address, result.data_ptr())
-                return result
-            out_address = out.data_ptr()
-            if are_apart(plan, a_address, b_address, out_address):
-                if recent.bumps_version:
-                    increment_version(out)
-                launch(a_address, b_address, out_address)
-                return out
-        except (RuntimeError, ValueError):  # the slow path raises it again and handles it
-            pass
+            try:
+                if out is None:
+                    result = self._empty(*plan.output)
+                    launch(a_address, b_address, result.data_ptr())
+                    return result
+                if are_apart(plan, a_address, b_address, out_address := out.data_ptr()):
+                    if recent.bumps_version:
+                        increment_version(out)
+                    launch(a_address, b_address, out_address)
+                    return out
+            except (RuntimeError, ValueError):  # the slow path raises it again and handles it
+                pass
         return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
 
     def fused(
@@ -165,7 +160,7 @@ class Dispatcher:
             b_address = data_ptr(b)
             is_odd = b_address & (ALIGNMENT - 1) or a.is_nested is True
         except (AttributeError, RuntimeError, TypeError):
-            return self.compute(form, a, b, tensors, numbers, out)
+            is_odd = True
         if is_odd:
             return self.compute(form, a, b, tensors, numbers, out)
         slot = b_address | form.tag if out is None else b_address | 2 | form.tag
@@ -181,33 +176,27 @@ class Dispatcher:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b, *tensors)
                 return by_torch(form, a, b, tensors, numbers, out)
-            return self.compute(form, a, b, tensors, numbers, out)
-        a_address = data_ptr(a)
-        if a_address & (ALIGNMENT - 1):
-            return self.compute(form, a, b, tensors, numbers, out)
-        if (
-            dispatch_modes()
+        elif not (
+            (a_address := data_ptr(a)) & (ALIGNMENT - 1)
+            or dispatch_modes()
             or (function_modes() and are_functions_watched())
             or deterministic()
             or forward_ad._current_level >= 0
             or (recent.device_index >= 0 and recent.device_index != current_device())
+            or (words := () if plan.words is None else plan.words(tensors, numbers)) is None
         ):
-            return self.compute(form, a, b, tensors, numbers, out)
-        words = () if plan.words is None else plan.words(tensors, numbers)
-        try:
-            if words is None:
+            try:
+                if out is None:
+                    result = self._empty(*plan.output)
+                    launch(a_address, b_address, result.data_ptr(), *words)
+                    return result
+                if are_apart(plan, a_address, b_address, out.data_ptr()) and is_apart_from(out, tensors):
+                    if recent.bumps_version:
+                        increment_version(out)
+                    launch(a_address, b_address, out.data_ptr(), *words)
+                    return out
+            except (RuntimeError, ValueError):  # the slow path raises it again and handles it
                 pass
-            elif out is None:
-                result = self._empty(*plan.output)
-                launch(a_address, b_address, result.data_ptr(), *words)
-                return result
-            elif are_apart(plan, a_address, b_address, out.data_ptr()) and is_apart_from(out, tensors):
-                if recent.bumps_version:
-                    increment_version(out)
-                launch(a_address, b_address, out.data_ptr(), *words)
-                return out
-        except (RuntimeError, ValueError):  # the slow path raises it again and handles it
-            pass
         return self.compute(form, a, b, tensors, numbers, out)
 
     def compiled(
