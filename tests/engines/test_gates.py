@@ -224,15 +224,14 @@ def test_inductors_code_calls_the_function(served: Any, kernel: Any) -> None:
 def test_ranges_are_served_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def served(columns: int) -> list[int]:
         rows = (1, 32, 33, 64, 65, 128, 129, 511, 512, 1023, 1024, 8192, 8193)
-        return [each for each in rows if vllm_gates.is_served(each, columns)]
+        return [each for each in rows if vllm_gates.is_served(each, columns, 64)]
 
-    assert served(7167) == served(51201) == []
-    assert served(7168) == served(14335) == [33, 64, 1024, 8192]
-    assert served(14336) == served(28673) == served(51200) == [33, 64, 129, 511, 512, 1023, 1024, 8192]
-    assert vllm_gates.ranges(14336, 4096) == [(33, 64), (129, 8192)]
-    assert vllm_gates.ranges(7168, 4096) == [(33, 64), (1024, 8192)]
-    assert vllm_gates.ranges(7168, 4100) == []
-    assert vllm_gates.ranges(14336 + 8, 4096) == vllm_gates.ranges(7152, 4096) == []
+    assert served(7152) == served(51216) == []
+    assert served(7168) == served(14320) == [33, 64, 1024, 8192]
+    assert served(14336) == served(28672) == served(51200) == [33, 64, 129, 511, 512, 1023, 1024, 8192]
+    assert vllm_gates.ranges(14336, 4096) == ((33, 64), (129, 8192))
+    assert vllm_gates.ranges(7168, 4096) == ((33, 64), (1024, 8192))
+    assert vllm_gates.ranges(7168, 4100) == vllm_gates.ranges(14336 + 8, 4096) == ()
     monkeypatch.setattr(vllm_gates, "met", {})
     assert vllm_gates.said() == ""
     vllm_gates.met.update(dict.fromkeys([torch.Size((7168, 64)), torch.Size((51200, 128))]))

@@ -30,20 +30,6 @@ from tunegemm.torch.lowering import lower_to_function
 
 _MM = torch.ops.tunegemm.mm
 
-#: The ranges in which one kernel computes gate, up and silu's gate (`tunegemm.generate.joined`). Each entry
-#: has the least and greatest number of rows, and of rows of the weights, gate's and up's together.
-#:
-#: As products alone, on an H200, the kernel was 0.95 to 1.38 times as fast as torch's product and a kernel
-#: for the gate: six weights at 192 to 8192 rows, of which those below 1.00 are not served. At 96 rows it was
-#: 0.91 to 1.12 times as fast, and plain products of up to 128 rows have kernels of their own. No file keeps
-#: these runs. In vLLM, with Llama-3-8B on an H200, decode gains with it at 64 and 256 rows (vllm.json); it
-#: lost at 1 and 16 with a kernel of before (commit 7b264c5d). The ends of the ranges between are guesses.
-SERVED = (
-    (33, 64, 7168, 51200),
-    (129, 1023, 14336, 51200),
-    (1024, 8192, 7168, 51200),
-)
-
 #: The shapes of the weights that products have used so far.
 met: dict[torch.Size, None] = {}
 
@@ -55,7 +41,7 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
     """
     weight, rows, result = plain(weight), x.size(0), None
     met[weight.shape] = None
-    if is_served(rows, weight.size(0)) and not deterministic():
+    if is_served(rows, *weight.shape) and not deterministic():
         facts = (*weight.shape, weight.stride(0), weight.dtype, weight.device)
         result = sites.gated("silu", "gate first", False, facts).kernel(x, weight)
     if result is None:
@@ -67,8 +53,23 @@ def _gated(x: torch.Tensor, weight: torch.Tensor, site: str = "") -> torch.Tenso
 
 
 @cache
-def is_served(rows: int, columns: int) -> bool:
-    return any(least <= rows <= most and few <= columns <= many for least, most, few, many in SERVED)
+def is_served(rows: int, columns: int, k: int) -> bool:
+    return any(least <= rows <= most for least, most in ranges(columns, k))
+
+
+def ranges(columns: int, k: int) -> tuple[tuple[int, int], ...]:
+    """The ranges of rows in which one kernel computes gate, up and silu's gate (`tunegemm.generate.joined`)
+    from a weight (columns, k).
+
+    As products alone, on an H200, the kernel was 0.95 to 1.38 times as fast as torch's product and a kernel
+    for the gate: six weights at 192 to 8192 rows, of which those below 1.00 are not served. At 96 rows it was
+    0.91 to 1.12 times as fast, and plain products of up to 128 rows have kernels of their own. No file keeps
+    these runs. In vLLM, with Llama-3-8B on an H200, decode gains with it at 64 and 256 rows (vllm.json); it
+    lost at 1 and 16 with a kernel of before (commit 7b264c5d). The ends of the ranges between are guesses.
+    """
+    if columns % 16 or k % 8 or not 7168 <= columns <= 51200:
+        return ()
+    return (33, 64), (129 if columns >= 14336 else 1024, 8192)
 
 
 def _gate_of(both: torch.Tensor) -> torch.Tensor:
@@ -107,18 +108,6 @@ def said() -> str:
 def lower() -> None:
     """See `engines.common.lower`."""
     lower_to_function(torch.ops.tunegemm.engine_gated.default, _gated, "tunegemm_engine_gated")
-
-
-def ranges(columns: int, k: int) -> list[tuple[int, int]]:
-    """The ranges of rows in which the fused kernel may serve the product with a weight (columns, k)."""
-    results: list[tuple[int, int]] = []
-    for first, last, few, many in SERVED:
-        if columns % 16 or k % 8 or not few <= columns <= many:
-            continue
-        if results and first <= results[-1][1] + 1:
-            first = results.pop()[0]
-        results.append((first, last))
-    return results
 
 
 def fuse(module: torch.fx.GraphModule) -> int:
