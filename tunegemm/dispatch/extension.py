@@ -9,7 +9,7 @@ This module has everything that it shares with `tunegemm.matmul` and needs from 
   `loaded` and `compiled` return such a kernel or its object; a kernel that does not ship is compiled in the
   background;
 - `policy`, `is_off`, `device_type` and `may_load` tell whether a kernel may serve now;
-- `operators` are those of ATen that `tunegemm.enable` takes over for it;
+- `take_over` makes `tunegemm.enable` compute an operator of ATen by it;
 - `define` makes an operator of our own, for graphs;
 - `warn` and `missed` report calls that fall back to torch; `recorded` and `serves_by` look up records.
 
@@ -56,8 +56,23 @@ from tunegemm.store import packs
 from tunegemm.store.record import Record
 
 #: Replacements of ATen's operators, beyond those of two matrices, that `tunegemm.enable` installs: functions
-#: of torch's kernel, by the operator's name. Rooms add theirs when they are imported.
+#: of torch's kernel, by the operator's name. Rooms add theirs when they are imported, by `take_over`.
 operators: dict[str, Callable[[Any], Callable[..., Any]]] = {}
+
+
+def take_over(name: str, compute: Callable[..., Any]) -> None:
+    """Let `tunegemm.enable` compute an ATen operator by a function of its arguments, which returns None for
+    calls that torch computes."""
+
+    def replacing(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            result = compute(*arguments, **keywords)
+            return kernel(keyset, *arguments, **keywords) if result is None else result
+
+        return serve
+
+    operators[name] = replacing
+
 
 #: Holds the operators `tunegemm::NAME`.
 library = torch.library.Library("tunegemm", "DEF")

@@ -505,24 +505,13 @@ for _schema, _autograd in (
     extension.define(_schema, _compute, _fake, TAGS, _autograd)
 
 
-def _grouping(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """ATen's ``_grouped_mm``, which torch.nn.functional.grouped_mm calls, under `tunegemm.enable`."""
-
-    def serve(
-        keyset: Any,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        offs: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Any:
-        if offs is not None and bias is None and out_dtype in (None, a.dtype) and not deterministic():
-            result = groups.below_autograd(a, b, offs, None)
-            if result is not None:
-                return result
-        return kernel(keyset, a, b, offs=offs, bias=bias, out_dtype=out_dtype)
-
-    return serve
+def _below_aten(
+    a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """ATen's ``_grouped_mm``, which torch.nn.functional.grouped_mm calls; None if torch computes it."""
+    if offs is None or bias is not None or out_dtype not in (None, a.dtype) or deterministic():
+        return None
+    return groups.below_autograd(a, b, offs, None)
 
 
-extension.operators["_grouped_mm"] = _grouping
+extension.take_over("_grouped_mm", _below_aten)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,14 +93,4 @@ def below_autograd(
     return grouped.groups.below_autograd(a, b, offs, scale_b, scales=scale_a)
 
 
-def _grouping(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """ATen's ``_scaled_grouped_mm`` under `tunegemm.enable`."""
-
-    def serve(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        result = below_autograd(*arguments, **keywords)
-        return kernel(keyset, *arguments, **keywords) if result is None else result
-
-    return serve
-
-
-extension.operators["_scaled_grouped_mm"] = _grouping
+extension.take_over("_scaled_grouped_mm", below_autograd)
