@@ -13,6 +13,7 @@ import pytest
 from tests.choose.test_neighbours import kernel
 from tests.support.serving import Row
 from tunegemm.choose import invariance
+from tunegemm.choose.forest import read
 from tunegemm.choose.invariance import Ranked, ranked
 from tunegemm.choose.neighbours import library_us
 from tunegemm.choose.policies import Policy
@@ -26,6 +27,7 @@ from tunegemm.errors import TunegemmError, TunegemmWarning
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.generate.families import completed, kernel_source_hash, reduction_class
+from tunegemm.model.features import OF_ORDER
 from tunegemm.model.shortlist import ordered_kernels
 from tunegemm.resources import data_path
 from tunegemm.store.record import Record
@@ -202,7 +204,7 @@ def test_a_damaged_order_is_one_warning_and_the_models_order(
     for damaged in (text[:1000], text.replace("0.", "1.", 1), "[]", text.replace("log_m", "log_x")):
         path.write_text(damaged, encoding="utf-8")
         with pytest.raises(TunegemmError, match=r"order\.json is damaged.*install"):
-            invariance.order_of(path)
+            read(path, OF_ORDER)
     monkeypatch.setattr(invariance, "data_path", lambda *_: path)
     invariance.order_here.cache_clear()
     try:

@@ -26,7 +26,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,7 +225,8 @@ def best_ranked(problem: Problem, device: Device) -> list[Ranked]:
 
 
 def large_ranked(problem: Problem, listed: Sequence[Ranked], device: Device) -> list[Ranked]:
-    """The listed kernels and those that ship for many rows, each with the slowdown by the power cap.
+    """The listed kernels and those that ship for many rows, each with the slowdown by the power cap: 0 if
+    there is no table of joules.
 
     If one row of clusters covers the product, neighbours share next to nothing, and the kernels for many rows
     are left out.
@@ -236,19 +236,11 @@ def large_ranked(problem: Problem, listed: Sequence[Ranked], device: Device) -> 
     ]
     launched, expects = shortlist.launched_by_gpc, order_here()
     results = [*listed, *_at_best(problem, kernels, device, _BY_GPC, launched, True, expects)]
-    slowed = slowed_by_cap(problem, [result.candidate for result in results], device).tolist()
-    return [replace(item, slowed=log) for item, log in zip(results, slowed, strict=True)]
-
-
-def slowed_by_cap(problem: Problem, candidates: Sequence[Candidate], device: Device) -> Floats:
-    """How much longer each takes at the clock that the power cap leaves it, in log.
-
-    0 if there is no table of joules.
-    """
     seen, modelled = in_16_bit(problem), _as_fitted(device)
-    columns = columns_in_16_bit(problem, candidates)
-    result = terms(seen, columns, modelled)
-    return np.log(steady(seen, columns, result, modelled).us / result.total_us)
+    columns = columns_in_16_bit(problem, [result.candidate for result in results])
+    costs = terms(seen, columns, modelled)
+    slowed = np.log(steady(seen, columns, costs, modelled).us / costs.total_us).tolist()
+    return [replace(item, slowed=log) for item, log in zip(results, slowed, strict=True)]
 
 
 def features_of(
@@ -292,12 +284,7 @@ def columns_in_16_bit(problem: Problem, kernels: Sequence[Candidate]) -> Columns
 def order_here() -> Expects:
     """The trees that ship; if they cannot be read, the model alone after one warning."""
     try:
-        return order_of(data_path("db", "order.json"))
+        return read(data_path("db", "order.json"), OF_ORDER)[0]
     except (TunegemmError, OSError) as error:
         warnings.warn(f"{one_line(error)}; kernels keep the model's order", TunegemmWarning, stacklevel=2)
         return lambda table: -table[:, OF_ORDER.index("log_us")]
-
-
-def order_of(path: Path) -> Expects:
-    """The trees of a file. Raises TunegemmError if it is damaged or of another version."""
-    return read(path, OF_ORDER)[0]

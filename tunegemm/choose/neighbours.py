@@ -37,6 +37,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tunegemm.choose.policies import FASTEST
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -125,7 +126,7 @@ def neighbourhood(
     snapshot: Snapshot,
     problem: Problem,
     device: Device,
-    allows: Allows = lambda problem, candidate: "",
+    allows: Allows = FASTEST.refusal,
 ) -> Offers:
     """The kernels that recorded neighbours offer for a problem, by the rules of this module.
 

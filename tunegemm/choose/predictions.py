@@ -25,6 +25,7 @@ import numpy as np
 from tunegemm.choose.forest import Forest, read
 from tunegemm.choose.invariance import best_ranked, features_of
 from tunegemm.choose.neighbours import Allows, Offer, Offers, library_us
+from tunegemm.choose.policies import FASTEST
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
@@ -64,11 +65,6 @@ def ends(most: int) -> list[int]:
 
 def _end(number: int) -> int:
     return round(FROM_ROWS * 2 ** (number / RANGES))
-
-
-def anything(problem: Problem, candidate: Candidate) -> str:
-    """Allows every candidate."""
-    return ""
 
 
 @dataclass(frozen=True)
@@ -119,7 +115,7 @@ class Fitted:
         )  # fmt: skip
 
     def outlook(
-        self, problem: Problem, device: Device, allows: Allows = anything, ask: Asks = first_choice
+        self, problem: Problem, device: Device, allows: Allows = FASTEST.refusal, ask: Asks = first_choice
     ) -> Offers:
         """The launches that are expected to be faster than torch.
 
@@ -274,7 +270,7 @@ def digest_of_list() -> str:
     return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
-def outlook(problem: Problem, device: Device, allows: Allows = anything) -> Offers:
+def outlook(problem: Problem, device: Device, allows: Allows = FASTEST.refusal) -> Offers:
     """The predictions of the device's model for a problem. An unusable file causes one warning."""
     if not covers(problem):
         return Offers(rows=(1, sys.maxsize))
@@ -304,7 +300,7 @@ def load(name: str, gpu: str) -> Fitted | str:
 
 
 def by_the_library(
-    problem: Problem, device: Device, product: Sequence[Record], allows: Allows = anything
+    problem: Problem, device: Device, product: Sequence[Record], allows: Allows = FASTEST.refusal
 ) -> Offers:
     """The library's algorithm for a product with a residual, passed as its C.
 
