@@ -195,7 +195,7 @@ def test_the_compile_caches_key_gets_our_facts_once(
         assert config.additional_config == before and facts == {}
         return
     assert config.additional_config == {**before, "tunegemm": facts}
-    served = {"served": extension.fingerprint(), "records": common.records()}
+    served = {"served": extension.fingerprint(), "records": extension.fingerprint(anywhere=True)}
     assert facts == served | ({GATES: "with their product"} if gates else {})
 
 
@@ -278,7 +278,7 @@ def test_sglangs_processes_that_compute_say_so(
     if computes:
         plant(sglang.SCHEDULER)
     sglang.start_line()
-    assert os.environ[sglang.RECORDS] == common.records() and not caplog.messages
+    assert os.environ[sglang.RECORDS] == extension.fingerprint(anywhere=True) and not caplog.messages
     assert around == [f"{sglang.RUNNER}.ModelRunner.load_model"] * computes
     monkeypatch.setenv(sglang.RECORDS, "others")
     sglang.start_line()

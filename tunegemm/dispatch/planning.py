@@ -343,23 +343,17 @@ class Planner:
                     return True
         result = self.expected(form, a, b, index)
         if result is None:
-            return any_m and self._is_any_predicted(form, a, b, index)
+            # Engines trace with the rows of a long prompt, for which few gains are predicted, and generate
+            # with the same code. At rows without a kernel the compiler does worse with longer epilogues than
+            # with its own product.
+            rows = _FEW if any_m and a.ndim == 2 and form.text in ("", "bias_n") else ()
+            facts: Any = {"dtype": a.dtype, "device": "meta"}
+            few = (torch.empty_strided((m, a.shape[1]), a.stride(), **facts) for m in rows)
+            return any(self.serves(form, item, b, index) for item in few)
         problem, known, record = result
         if self.state.policy.is_batch_invariant:  # the compiler would call torch's product
             return True
         return record.ratio >= least_ratio(problem, known)
-
-    def _is_any_predicted(self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int) -> bool:
-        """Whether a gain is predicted for one of a few small numbers of rows.
-
-        Engines trace with the rows of a long prompt, for which few gains are predicted, and generate with the
-        same code. Longer epilogues are excluded: at rows without a kernel, the compiler does worse with them
-        than with its own product.
-        """
-        if a.ndim != 2 or form.text not in ("", "bias_n"):
-            return False
-        few = (torch.empty_strided((m, a.shape[1]), a.stride(), dtype=a.dtype, device="meta") for m in _FEW)
-        return any(self.serves(form, item, b, index) for item in few)
 
     def expected(
         self, form: Form, a: torch.Tensor, b: torch.Tensor, index: int

@@ -282,24 +282,19 @@ def attempt(log: logging.Logger, step: Callable[[], object]) -> None:
         log.warning("tunegemm: %s: %s", type(error).__name__, one_line(error))
 
 
-def records() -> str:
-    """A fingerprint that is equal on all hosts with the same records, policy and mode."""
-    return extension.fingerprint(anywhere=True)
-
-
 def said(engine: str, text: str) -> str:
     """The startup line. engine: name and version. text: the text about served weights."""
-    now = f"policy {extension.policy()}, records {records()}"
+    now = f"policy {extension.policy()}, records {extension.fingerprint(anywhere=True)}"
     return f"tunegemm {tunegemm.__version__} in {engine}: {text}; {now}"
 
 
 def compared(theirs: object) -> str:
     """Why this process may serve differently from the one that started the engine; empty if it does not.
 
-    theirs: the `records` of that process. Ranks do not exchange messages for this: they would wait for a rank
-    without tunegemm.
+    theirs: the fingerprint there, as on any host. Ranks do not exchange messages for this: they would wait
+    for a rank without tunegemm.
     """
-    mine = records()
+    mine = extension.fingerprint(anywhere=True)
     if theirs == mine:
         return ""
     return (

@@ -28,7 +28,7 @@ _log = logging.getLogger("tunegemm")
 _QUANTIZATION = "sglang.srt.layers.quantization"
 RUNNER = "sglang.srt.model_executor.model_runner"
 SCHEDULER = "sglang.srt.managers.scheduler"
-#: The variable that passes `records` from the process that started the engine to those that it starts.
+#: The variable that passes the fingerprint of records from the engine's process to those that it starts.
 RECORDS = "_TUNEGEMM_SGLANG_RECORDS"
 
 #: Rows of the weights and values of k that share a scale.
@@ -135,7 +135,7 @@ def blocks() -> None:
 
 def start_line() -> None:
     # Processes that this one starts inherit the variable.
-    value = os.environ.setdefault(RECORDS, common.records())
+    value = os.environ.setdefault(RECORDS, extension.fingerprint(anywhere=True))
     if why := common.compared(value):
         _log.warning("tunegemm: %s", why)
     if SCHEDULER in sys.modules:  # loaded in processes that compute; elsewhere imports would take seconds

@@ -230,7 +230,7 @@ def _block_kernel(own: Any) -> type:
 def configuration(*, gates: bool) -> None:
     def add(config: Any) -> None:
         if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
-            facts = {"served": extension.fingerprint(), "records": common.records()}
+            facts = {"served": extension.fingerprint(), "records": extension.fingerprint(anywhere=True)}
             more = {GATES: "with their product"} if gates else {}
             config.additional_config = {**config.additional_config, CONFIG_KEY: facts | more}
 
