@@ -103,7 +103,7 @@ class Planner:
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
         with self.lock:
-            self.states = self.states.renew()
+            self.states = States(self.states.policy)
             self.notices.forget()
             self._devices = {}
 
@@ -648,7 +648,7 @@ def _after_fork() -> None:
     tensors."""
     for planner in _planners:
         planner.lock = threading.RLock()
-        planner.states = planner.states.renew()
+        planner.states = States(planner.states.policy)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -311,10 +311,6 @@ class States(dict[tuple[Block, ...], State]):
         with _lock:
             return list(self._of_policy.values())
 
-    def renew(self) -> States:
-        """Empty states with the same process policy."""
-        return States(self.policy)
-
 
 _every: weakref.WeakValueDictionary[int, States] = weakref.WeakValueDictionary()
 

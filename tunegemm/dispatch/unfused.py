@@ -29,11 +29,8 @@ def by_torch(form: Form, a: Any, b: Any, tensors: Sequence[Any], numbers: Sequen
     if form.torchs is not None:
         return form.torchs(a, b, *tensors) if out is None else form.torchs(a, b, *tensors, out=out)
     if form.call == SCALED_MM and a.dtype != torch.int8:  # torch has only the plain product of int8
-        scale_a, scale_b, *bias = tensors
-        return torch._scaled_mm(
-            a, b, scale_a, scale_b, bias=bias[0] if bias else None, out_dtype=form.out_dtype,
-            use_fast_accum=form.accumulation == "fast",
-        )  # fmt: skip
+        named = dict(zip(("scale_a", "scale_b", "bias"), tensors, strict=False))
+        return _one_call(form, a, b, form.epilogue.steps, named, None)
     return unfused(form, a, b, tensors, numbers, out)
 
 

@@ -8,6 +8,7 @@ compute a layer. Only calls with CUDA tensors are served.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -227,6 +228,23 @@ def _block_kernel(own: Any) -> type:
     return Kernel
 
 
+def _beside(path: str, parameters: tuple[str, ...], step: Callable[..., object], *, first: bool) -> None:
+    """Let a method of the engine's also run a step of ours with its arguments: before it, or after it."""
+
+    def make(own: Any) -> Any:
+        def method(*arguments: Any, **words: Any) -> Any:
+            if first:
+                _attempt(lambda: step(*arguments))
+            result = own(*arguments, **words)
+            if not first:
+                _attempt(lambda: step(*arguments))
+            return result
+
+        return method
+
+    replace(path, parameters, make)
+
+
 def configuration(*, gates: bool) -> None:
     def add(config: Any) -> None:
         if isinstance(config.additional_config, dict) and CONFIG_KEY not in config.additional_config:
@@ -234,38 +252,16 @@ def configuration(*, gates: bool) -> None:
             more = {GATES: "with their product"} if gates else {}
             config.additional_config = {**config.additional_config, CONFIG_KEY: facts | more}
 
-    def make(own: Any) -> Any:
-        def __post_init__(self: Any) -> None:
-            own(self)
-            _attempt(lambda: add(self))
-
-        return __post_init__
-
-    replace("vllm.config.vllm.VllmConfig.__post_init__", ("self",), make)
+    _beside("vllm.config.vllm.VllmConfig.__post_init__", ("self",), add, first=False)
 
 
 def _start() -> None:
     wrapper = "vllm.v1.worker.worker_base.WorkerWrapperBase"
-
-    def before(own: Any) -> Any:
-        def init_device(self: Any) -> None:
-            _attempt(lambda: _prepare(self.vllm_config))
-            own(self)
-
-        return init_device
-
-    def after(own: Any) -> Any:
-        def initialize_from_config(self: Any, kv_cache_configs: list[Any]) -> None:
-            own(self, kv_cache_configs)
-            _attempt(lambda: report(self))
-
-        return initialize_from_config
-
-    replace(f"{wrapper}.init_device", ("self",), before)
-    replace(f"{wrapper}.initialize_from_config", ("self", "kv_cache_configs"), after)
+    _beside(f"{wrapper}.init_device", ("self",), _prepare, first=True)
+    _beside(f"{wrapper}.initialize_from_config", ("self", "kv_cache_configs"), report, first=False)
 
 
-def _prepare(config: Any) -> None:
+def _prepare(wrapper: Any) -> None:
     """Prepare a worker before it computes.
 
     Code from the compile cache calls functions that Inductor otherwise learns of only as it traces.
@@ -274,7 +270,7 @@ def _prepare(config: Any) -> None:
 
     lower()
     common.lower()
-    arguments = facts_of(config)
+    arguments = facts_of(wrapper.vllm_config)
     if GATES in arguments:
         _attempt(_gates)
     if why := common.compared(arguments.get("records")):
@@ -288,17 +284,12 @@ def _gates() -> None:
     """
     from tunegemm.engines import vllm_gates
 
+    def fuse(backend: Any, graph: torch.fx.GraphModule, *_: Any) -> None:
+        if GATES in facts_of(backend.vllm_config):
+            vllm_gates.fuse(graph)
+
     vllm_gates.lower()
-
-    def make(own: Any) -> Any:
-        def __call__(self: Any, graph: torch.fx.GraphModule, *others: Any, **words: Any) -> Any:
-            if GATES in facts_of(self.vllm_config):
-                _attempt(partial(vllm_gates.fuse, graph))
-            return own(self, graph, *others, **words)
-
-        return __call__
-
-    replace("vllm.compilation.backends.VllmBackend.__call__", ("self", "graph"), make)
+    _beside("vllm.compilation.backends.VllmBackend.__call__", ("self", "graph"), fuse, first=True)
 
 
 def facts_of(config: Any) -> dict[str, Any]:
@@ -308,7 +299,7 @@ def facts_of(config: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def report(wrapper: Any) -> None:
+def report(wrapper: Any, *_: Any) -> None:
     """Before a worker's first step: the first rank logs served weights, and all ranks learn the others."""
     from tunegemm.engines import vllm_gates
 
