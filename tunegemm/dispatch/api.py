@@ -41,7 +41,7 @@ class policy:
     for an unknown policy.
     """
 
-    _blocks: list[Block] | None = None
+    _blocks: list[Block] = []  # noqa: RUF012 - of one whose policy is unknown
     _is_block = False
 
     def __init__(self, prefer: Preference = "fastest", *, max_sms: int | None = None) -> None:
@@ -53,14 +53,12 @@ class policy:
         return f"<tunegemm.policy: {self._policy}>"
 
     def __enter__(self) -> None:
-        assert self._blocks is not None
         if not self._is_block:  # perhaps in another context
             end(self._blocks.pop())
         self._is_block = True
         self._blocks.append(begin(self._policy))
 
     def __exit__(self, *_: object) -> None:
-        assert self._blocks
         end(self._blocks.pop())
 
     def __del__(self) -> None:

@@ -1,17 +1,9 @@
 """The interface of dispatch for higher-level parts of this package and for other packages.
 
-A product that dispatch has no form for, such as rows in groups, brings its own kernels and selection.
-This module has everything that it shares with `tunegemm.matmul` and needs from dispatch:
-
-- `LaunchCache` keeps decisions for operands of one layout, and forgets them when records, policy or mode
-  change;
-- `Family` loads kernels that no record names, decides which calls they serve, and launches them;
-  `loaded` and `compiled` return such a kernel or its object; a kernel that does not ship is compiled in the
-  background;
-- `policy`, `is_off`, `device_type` and `may_load` tell whether a kernel may serve now;
-- `take_over` makes `tunegemm.enable` compute an operator of ATen by it;
-- `define` makes an operator of our own, for graphs;
-- `warn` and `missed` report calls that fall back to torch; `recorded` and `serves_by` look up records.
+A product that dispatch has no form for, such as rows in groups, brings its own kernels and selection, mostly
+as a `Family`, which decides which calls its kernels serve, and launches them. A `LaunchCache` keeps decisions
+until records, policy or mode change. `loaded` and `compiled` return kernels that no record names, which are
+compiled in the background if they do not ship.
 
 Products of two matrices are calls of `api.dispatcher`: `product`, `fused`, `below_autograd`, `compiled`, and
 `known`, which returns the decision for such a call. tests/dispatch/test_interface.py adds a family from
