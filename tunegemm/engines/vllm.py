@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -232,6 +232,7 @@ def _beside(path: str, parameters: tuple[str, ...], step: Callable[..., object],
     """Let a method of the engine's also run a step of ours with its arguments: before it, or after it."""
 
     def make(own: Any) -> Any:
+        @wraps(own)  # another plug-in, or ours once more, looks at its parameters
         def method(*arguments: Any, **words: Any) -> Any:
             if first:
                 _attempt(lambda: step(*arguments))
