@@ -108,6 +108,7 @@ PRODUCTS: dict[str, tuple[Callable[..., torch.Tensor], int]] = {
     ),
     "addmm's method": (lambda m, x: x[0, 0].addmm(x[0], m.c.weight.t()), 1),
     "addmm of other factors": (lambda m, x: torch.addmm(x[0, 0], x[0], m.c.weight.t(), alpha=2), 0),
+    "addmm of a matrix": (lambda m, x: torch.addmm(x[0], x[0], m.c.weight.t()), 0),
     "addmm, not transposed": (lambda m, x: torch.addmm(x[0, 0], x[0], m.c.weight), 0),
     "keywords": (lambda m, x: torch.matmul(other=m.c.weight.t(), input=x), 1),
     "mm's keywords": (lambda m, x: torch.mm(x[0], mat2=m.c.weight.t()), 1),
@@ -165,6 +166,14 @@ def test_a_half_that_was_written_to_is_no_part_of_the_product(
         return silu(written(y)[..., :INNER]) * y[..., INNER:]
 
     assert counts_of(made(Own(spell)), given()) == {"linear": 1} and not kernels.gates
+
+
+def test_a_matrix_is_not_added_as_the_bias_at_its_address() -> None:
+    def spell(m: Own, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        both = (torch.addmm(each, x[0], m.both.weight.t()).chunk(2, -1) for each in (more[0], more))
+        return torch.cat([silu(gate) * up for gate, up in both])
+
+    assert counts_of(made(Own(spell)), given(), given(8, 3).flatten(1)) == {"half gate": 1}
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -315,10 +324,10 @@ def test_layers_of_one_input_are_one_launch(kernels: Kernels, name: str, bias: b
     assert found["several"] == is_one and len(kernels.several) == 2 * is_one
 
 
-def _written_between(m: Own, x: torch.Tensor) -> torch.Tensor:
+def _written_between(m: Own, x: torch.Tensor, write: Any = lambda h: h.add_(1)) -> torch.Tensor:
     h = x * 1
     gate = silu(m.a(h))
-    h.add_(1)
+    write(h)
     return gate * m.b(h)
 
 
@@ -363,6 +372,7 @@ LEFT: dict[str, Callable[..., torch.Tensor]] = {
     "a dropout's result written to as its input": _behind_dropout,
     "an input written to in between": _written_between,
     "an input written to through a view": _by_view,
+    "an input written to by a special method": partial(_written_between, write=lambda h: h.__iadd__(1)),
     "a weight written to in between": _weight_written,
     "another use of the gate": lambda m, x: silu(m.a(x)) * m.b(x) + m.a(x).sum() * 0 + _twice(m, x),
     "another input": lambda m, x: silu(m.a(x)) * m.b(x + 1),

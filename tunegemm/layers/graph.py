@@ -96,6 +96,8 @@ def linear_of(node: Any) -> Layer | None:
     elif name != "linear":
         return None
     operands = operands[:2] if operands[2] is None else operands
+    if any((bias := value(each)) is None or bias.ndim != 1 for each in operands[2:]):
+        return None  # a kernel adds one row; torch also adds a matrix
     return operands if all(isinstance(each, Node) for each in operands) else None
 
 
@@ -315,7 +317,8 @@ def writes(node: Node) -> Iterator[Any]:
         return
     if node.op == "call_method":
         name = str(node.target)
-        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+        is_special = name == "__setitem__" or getattr(operator, name, None) in _IN_PLACE
+        if is_special or (name.endswith("_") and not name.endswith("__")):
             yield node.args[0]
     elif node.op != "call_function":
         yield None
@@ -344,7 +347,7 @@ def may_write(node: Node) -> bool:
 _WRITERS = ("embedding", "batch_norm", "instance_norm", "moving_avg")
 
 
-_IN_PLACE = {getattr(operator, f"i{name.strip('_')}", None) for name in dir(operator)}
+_IN_PLACE = {getattr(operator, f"i{name.strip('_')}", None) for name in dir(operator)} - {None}
 
 
 def _overloads(target: Any) -> list[Any]:
