@@ -212,7 +212,7 @@ class Epilogue:
         loop's.
         """
         config = self.config
-        if self.thread < 32:
+        if self.is_first_warp():
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             for index in cutlass.range_constexpr(min(config.epilogue_buffers, config.subtiles)):
                 self.load_subtile(index, origin)
@@ -227,9 +227,15 @@ class Epilogue:
         behind = 1 if const_expr(config.epilogue_buffers > 2) else 0
         following = index - behind + config.epilogue_buffers
         if const_expr(index >= behind and following < config.subtiles):
-            if self.thread < 32:
+            if self.is_first_warp():
                 cute.arch.cp_async_bulk_wait_group(behind, read=True)
                 self.load_subtile(following, origin)
+
+    def is_first_warp(self):
+        """Of its warpgroup, as ptxas sees for all of a warp: after a branch by the thread it takes the main loop
+        for one in which a warp's threads part, and keeps no descriptor in uniform registers.
+        """
+        return cute.arch.make_warp_uniform(self.thread // 32) == 0
 
     @cute.jit
     def load_subtile(self, index: cutlass.Constexpr, origin):
