@@ -232,8 +232,8 @@ class Epilogue:
                 self.load_subtile(following, origin)
 
     def is_first_warp(self):
-        """Of its warpgroup; ptxas sees that all of a warp answer alike. After a branch by the thread's number it
-        takes the main loop for one in which they part, and keeps no descriptor in uniform registers.
+        """Of its warpgroup; ptxas sees that all of a warp answer alike. After a branch by the thread's number
+        it takes the main loop for one in which they part, and keeps no descriptor in uniform registers.
         """
         return cute.arch.make_warp_uniform(self.thread // 32) == 0
 
