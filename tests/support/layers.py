@@ -1,12 +1,17 @@
-"""Small models, written in the ways that people write them."""
+"""Small models, written in the ways that people write them, and what the pass finds in them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from tests.support.fusing import close
+from tunegemm.layers import backend
 
 BF16 = torch.bfloat16
 WIDTH, INNER = 64, 96
@@ -77,3 +82,31 @@ def made(model: nn.Module, dtype: torch.dtype = BF16) -> nn.Module:
 
 def given(*lead: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*(lead or (2, 8)), WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def compiled(model: nn.Module, **words: Any) -> tuple[Callable[..., Any], Counter[str]]:
+    """The model through the backend, and what the pass finds in its graphs as they come."""
+    found: Counter[str] = Counter()
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.update(backend.prepare(graph))
+        return graph.forward
+
+    return torch.compile(model, backend=compiler, **words), found
+
+
+def counts_of(model: nn.Module, *x: Any) -> Counter[str]:
+    """What the pass finds in a model's graphs, whose results, of two calls, are the model's."""
+    with torch.no_grad():
+        expected = model(*x)
+        run, found = compiled(model, dynamic=False)
+        for _ in range(2):
+            close(run(*x), expected)
+    return found
+
+
+def then(first: torch.Tensor, *writes: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """A tensor after statements that write to it, whose results nobody takes."""
+    for write in writes:
+        write(first)
+    return first
