@@ -90,10 +90,11 @@ class Product(torch.autograd.Function):
         add: Add | None,
     ) -> torch.Tensor:
         right = b.t() if linear else b
-        ctx.product, ctx.linear, ctx.columns = product, linear, (turned(a), turned(right))
         _, of_a, of_b, *_ = ctx.needs_input_grad
+        ctx.product, ctx.linear = product, linear
         # As torch: what no gradient needs may be freed, or changed in place.
         ctx.save_for_backward(a if of_b else None, b if of_a else None)
+        ctx.columns = None if of_a and of_b else (turned(a), turned(right))
         ctx.set_materialize_grads(False)
         return _multiply(product, a, right) if bias is None or add is None else add(a, right, bias)
 
@@ -108,7 +109,7 @@ class Product(torch.autograd.Function):
         else:  # derivatives of a backward pass are rarely needed
             multiply = partial(differentiably if torch.is_grad_enabled() else _multiply, ctx.product)
         right = b.t() if ctx.linear and b is not None else b
-        of_a, of_b = gradients(multiply, grad, (a, right), ctx.columns)
+        of_a, of_b = gradients(multiply, grad, (a, right), ctx.columns or (turned(a), turned(right)))
         return None, of_a, of_b.t() if ctx.linear and of_b is not None else of_b, None, of_bias, None
 
 
