@@ -116,6 +116,14 @@ class BlockConfig(KernelConfig):
         return self.sum_registers + self.tile_n // 4 < (200 if self.narrow else 160)
 
     @property
+    def multiplies_early(self) -> bool:
+        """Of many rows: whether registers hold the products of scales before the sums are there. It costs 2 %
+        with two WGMMAs' rows, and registers run out where columns of many blocks of scales meet.
+        """
+        columns = 1 if self.spans == 1 else self.columns // math.gcd(self.columns, BLOCK)
+        return self.atoms_per_warpgroup == 1 and columns <= 5
+
+    @property
     def registers(self) -> tuple[int, int]:
         """As there, but that 192 sums need the larger budget, and copies of scales of 32 of k theirs."""
         if self.narrow and self.consumers < 3:

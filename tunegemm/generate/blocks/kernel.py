@@ -191,15 +191,24 @@ class Consumer(ManySums, FewSums, NarrowSums, consumer.Consumer):
             state = self.sum_many(sums, parts[0], fragments, ring, state, k_tiles, origin)
         return state
 
+    def fragments_of(self, fragments, stage):
+        """A and B in one stage: (MMA, MMA_M, MMA_K), (MMA, MMA_N, MMA_K).
+
+        One warpgroup adds up a block before it begins the next, so it asks for the next one's fragments
+        before: the compiler computes WGMMA's descriptors where they are asked for.
+        """
+        tCrA, tCrB = fragments
+        return tCrA[(None, None, None, stage)], tCrB[(None, None, None, stage)]
+
     @cute.jit
-    def multiply(self, part, fragments, atom: cutlass.Constexpr, stage):
-        """Begin the WGMMAs of one block of k and one WGMMA's rows."""
+    def multiply(self, part, fragments, atom: cutlass.Constexpr):
+        """Begin the WGMMAs of one block of k and one WGMMA's rows. fragments: `fragments_of` its stage."""
         tCrA, tCrB = fragments
         warpgroup.fence()
         for block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-            a = cute.append_ones(tCrA[(None, atom, block, stage)])  # (MMA, 1)
+            a = cute.append_ones(tCrA[(None, atom, block)])  # (MMA, 1)
             mma = self.tiled_mma if block == 0 else self.adding
-            cute.gemm(mma, part, a, tCrB[(None, None, block, stage)], part)
+            cute.gemm(mma, part, a, tCrB[(None, None, block)], part)
         warpgroup.commit_group()
 
     def first_of(self, atom: cutlass.Constexpr):

@@ -14,13 +14,16 @@ class FewSums:
     @cute.jit
     def sum_few(self, sums, part, fragments, ring, state, k_tiles, origin):
         """`sum`: one WGMMA's rows after the other."""
+        own = self.fragments_of(fragments, state.stage)
         for _ in cutlass.range(k_tiles, unroll=1):
             ring.wait_full(state)
+            following = ring.advance_turn(state)
+            next_own = self.fragments_of(fragments, following.stage)
             for atom in cutlass.range_constexpr(self.config.atoms_per_warpgroup):
-                self.multiply(part, fragments, atom, state.stage)
+                self.multiply(part, own, atom)
                 last = const_expr(atom == self.config.atoms_per_warpgroup - 1)
                 self.add_few(sums, part, ring, state.stage, atom, origin, 0, last)
-            state = ring.advance_turn(state)
+            state, own = following, next_own
         return state
 
     @cute.jit
@@ -29,19 +32,19 @@ class FewSums:
         next.
         """
         ring.wait_full(state)
-        self.multiply(parts[0], fragments, 0, state.stage)
+        self.multiply(parts[0], self.fragments_of(fragments, state.stage), 0)
         previous = state.stage
         state = ring.advance_turn(state)
         for _ in cutlass.range((k_tiles - 1) // 2, unroll=1):
             for turn in cutlass.range_constexpr(2):
                 ring.wait_full(state)
-                self.multiply(parts[1 - turn], fragments, 0, state.stage)
+                self.multiply(parts[1 - turn], self.fragments_of(fragments, state.stage), 0)
                 self.add_few(sums, parts[turn], ring, previous, 0, origin, 1, True)
                 previous = state.stage
                 state = ring.advance_turn(state)
         if k_tiles % 2 == 0:
             ring.wait_full(state)
-            self.multiply(parts[1], fragments, 0, state.stage)
+            self.multiply(parts[1], self.fragments_of(fragments, state.stage), 0)
             self.add_few(sums, parts[0], ring, previous, 0, origin, 1, True)
             self.add_few(sums, parts[1], ring, state.stage, 0, origin, 0, True)
             state = ring.advance_turn(state)

@@ -29,41 +29,54 @@ class ManySums:
         the one before, so that they are there before the sums.
         """
         kept, left = self.kept_scales(), k_tiles
+        own = self.fragments_of(fragments, state.stage)
         ring.wait_full(state)
         plain = self.keep(kept, state.stage)
         while left > 0:
             while cutlass.and_(left > 0, plain):
                 left -= 1
-                plain, state = self.sum_block(sums, part, fragments, ring, state, left, kept, origin, True)
+                plain, state, own = self.sum_block(
+                    sums, part, fragments, own, ring, state, left, kept, origin, True
+                )
             if left > 0:
                 left -= 1
-                plain, state = self.sum_block(sums, part, fragments, ring, state, left, kept, origin, False)
+                plain, state, own = self.sum_block(
+                    sums, part, fragments, own, ring, state, left, kept, origin, False
+                )
         return state
 
     @cute.jit
-    def sum_block(self, sums, part, fragments, ring, state, left, kept, origin, plain: cutlass.Constexpr):
-        """Add up one block, and read the scales of the next of those that are left. Returns `keep` of it, and
-        where it lies.
+    def sum_block(
+        self, sums, part, fragments, own, ring, state, left, kept, origin, plain: cutlass.Constexpr
+    ):  # fmt: skip
+        """Add up one block, and read the scales of the next of those that are left. Returns `keep` of it,
+        where it lies, and its fragments.
         """
         scales, last = self.scales_of(kept, origin), self.config.atoms_per_warpgroup - 1
-        following, next_plain = ring.advance_turn(state), Boolean(True)
+        following, next_plain, products = ring.advance_turn(state), Boolean(True), None
         for atom in cutlass.range_constexpr(last):
-            self.multiply(part, fragments, atom, state.stage)
+            self.multiply(part, own, atom)
             warpgroup.wait_group(0)
             self.promote(sums, part, atom, scales, plain)
-        self.multiply(part, fragments, last, state.stage)
+        self.multiply(part, own, last)
+        if const_expr(plain and self.config.multiplies_early):
+            products = self.products_of(*scales)
+        next_own = self.fragments_of(fragments, following.stage)
         if const_expr(plain):
             if left > 0:
                 ring.wait_full(following)
                 next_plain = self.keep(kept, following.stage)
         warpgroup.wait_group(0)
         ring.release(state.stage)
-        self.promote(sums, part, last, scales, plain)
+        if const_expr(products is None):
+            self.promote(sums, part, last, scales, plain)
+        else:
+            self.add_products(sums, part, products)
         if const_expr(not plain):  # registers hold no further scales
             if left > 0:
                 ring.wait_full(following)
                 next_plain = self.keep(kept, following.stage)
-        return next_plain, following
+        return next_plain, following, next_own
 
     @cute.jit
     def sum_many_alternately(self, sums, parts, fragments, ring, state, k_tiles, origin):
@@ -72,7 +85,7 @@ class ManySums:
         """
         kept, left = (self.kept_scales(), self.kept_scales()), k_tiles - 1
         ring.wait_full(state)
-        self.multiply(parts[0], fragments, 0, state.stage)
+        self.multiply(parts[0], self.fragments_of(fragments, state.stage), 0)
         plain = self.keep(kept[0], state.stage)
         if left > 0:
             plain = cutlass.and_(plain, self.keep_next(kept[1], ring, state))
@@ -86,13 +99,15 @@ class ManySums:
         if left == 0:
             state = self.add(sums, parts[0], ring, state, kept[0], origin, 0, plain)
         else:
-            self.multiply(parts[1], fragments, 0, ring.advance_turn(state).stage)
+            following = ring.advance_turn(state)
+            self.multiply(parts[1], self.fragments_of(fragments, following.stage), 0)
             state = self.add(sums, parts[0], ring, state, kept[0], origin, 1, plain)
             if left == 1:
                 state = self.add(sums, parts[1], ring, state, kept[1], origin, 0, plain)
             else:
                 last_plain = self.keep_next(kept[0], ring, state)
-                self.multiply(parts[0], fragments, 0, ring.advance_turn(state).stage)
+                following = ring.advance_turn(state)
+                self.multiply(parts[0], self.fragments_of(fragments, following.stage), 0)
                 state = self.add(sums, parts[1], ring, state, kept[1], origin, 1, plain)
                 state = self.add(sums, parts[0], ring, state, kept[0], origin, 0, last_plain)
         return state
@@ -105,12 +120,12 @@ class ManySums:
         scales = self.scales_of(kept[0], origin), self.scales_of(kept[1], origin)
         following = ring.advance_turn(state)
         behind = ring.advance_turn(following)
-        self.multiply(parts[1], fragments, 0, following.stage)
+        self.multiply(parts[1], self.fragments_of(fragments, following.stage), 0)
         warpgroup.wait_group(1)
         ring.release(state.stage)
         self.promote(sums, parts[0], 0, scales[0], plain)
         ring.wait_full(behind)
-        self.multiply(parts[0], fragments, 0, behind.stage)
+        self.multiply(parts[0], self.fragments_of(fragments, behind.stage), 0)
         warpgroup.wait_group(1)
         ring.release(following.stage)
         self.promote(sums, parts[1], 0, scales[1], plain)
@@ -189,6 +204,25 @@ class ManySums:
             scale = weights[0] if column < end else weights[1]
             found += [scale] * (unit // 8)
         return tuple(found)
+
+    def products_of(self, rows, columns):
+        """The products of two usual scales of each row, multiplied here, while the tensor cores compute the
+        sums: the compiler multiplies where a product is used, which holds up the additions.
+        """
+        pairs = {(id(row), id(column)): (row, column) for row in rows for column in columns}
+        found = {
+            ids: cute.arch.inline_ptx(
+                "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=list(pair)
+            )
+            for ids, pair in pairs.items()
+        }
+        return [[found[id(row), id(column)] for column in columns] for row in rows]
+
+    def add_products(self, sums, part, products):
+        """`promote` by `products_of` the scales of one WGMMA's rows."""
+        for value in range(self.config.atom_registers):
+            own, place = products[value // 2 % 2], self.place_of(value)
+            sums[place] = sums[place] + part[value] * own[0 if len(own) == 1 else value // 4]
 
     def promote(self, sums, part, atom, scales, plain):
         """Add one block's sums, scaled, to those of all blocks.
