@@ -18,7 +18,7 @@ from tunegemm.generate.generator import Key
 from tunegemm.model import shortlist
 from tunegemm.model.blocks import listed
 
-NAMES = ("a tile of 160 columns with block scales", "a residual")
+NAMES = ("a tile of 96 columns with block scales", "a residual")
 
 
 def key_of(name: str, device: Device) -> Key:
@@ -27,7 +27,7 @@ def key_of(name: str, device: Device) -> Key:
             each for each in shortlist.ordered_lists().items() if each[0].epilogue == "residual"
         )
         return cute_sm90.FAMILY.kernel_key(problem, shortlist.launched(problem, kernels[0]), device)
-    chosen = next(config for config in listed() if (config.rows, config.columns) == (128, 160))
+    chosen = next(config for config in listed() if (config.rows, config.columns) == (128, 96))
     return blocks.FAMILY.key_of(chosen)
 
 
