@@ -46,7 +46,8 @@ def test_a_database_is_not_written_over(tmp_path: Path) -> None:
     before = target.read_bytes()
     log = tmp_path / "tuning.sqlite-wal"  # the latest records of an open database
     log.touch()
-    for path in (target, link, log):
+    journal = tmp_path / "tuning.sqlite-journal"  # with this one SQLite would not read the database
+    for path in (target, link, log, journal):
         with pytest.raises(TunegemmError, match="a database, which is never overwritten; choose another"):
             files.write_text(path, "new")
     assert target.read_bytes() == before

@@ -117,16 +117,15 @@ def check_target(
         if path.name == "-":
             raise error("-: not the name of a file; standard output is /dev/stdout")
         old = _status(path)
-        if old is None or descriptor(path) is not None:
+        if descriptor(path) is not None:
             return
-        if stat.S_ISDIR(old.st_mode):
+        if old is not None and stat.S_ISDIR(old.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        main = path.with_name(_SIDE_FILE.sub("", path.name))  # whose latest records a side file has
-        if _is_database(path, old) or (
-            main != path and (other := _status(main)) and _is_database(main, other)
-        ):
+        place = path.resolve()
+        main = place.with_name(_SIDE_FILE.sub("", place.name))  # SQLite would read a new side file with it
+        if any((found := _status(each)) and _is_database(each, found) for each in (place, main)):
             raise error(f"{path}: a database, which is never overwritten; choose another --out")
-        if any(_is_same(other, old) for other in reads):
+        if old is not None and any(_is_same(other, old) for other in reads):
             raise error(f"{path}: this command reads it, and would overwrite it; choose another --out")
 
 
