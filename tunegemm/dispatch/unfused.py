@@ -111,7 +111,7 @@ def _is_fp8(tensor: Any) -> bool:
 
 
 def _right(form: Form, b: Any) -> Any:
-    return b.mT if form.call == LINEAR else b
+    return b.mT if form.call == LINEAR and b.ndim > 1 else b  # a weight of one line is that column
 
 
 def steps_taken(form: Form, a: Any, b: Any, steps: Sequence[str], named: dict[str, Any]) -> tuple[str, ...]:
@@ -260,10 +260,11 @@ def _raise_amax(amax: Any, value: Any) -> None:
 
 
 def _check_pairs(form: Form, a: Any, b: Any, value: Any) -> None:
-    if form.epilogue.gated and value.shape[-1] % 2:
+    columns = value.shape[-1] if b.ndim > 1 else 1
+    if form.epilogue.gated and columns % 2:
         raise ProblemError(
             f"operands {tuple(a.shape)} and {tuple(b.shape)}: gates need an even number of columns, "
-            f"not {value.shape[-1]}; interleave gate and up, as tunegemm.interleave does"
+            f"not {columns}; interleave gate and up, as tunegemm.interleave does"
         )
 
 

@@ -6,8 +6,10 @@ The kernels are torch's arithmetic; test_gpu_fused.py has the real ones.
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -150,6 +152,23 @@ def test_wrong_epilogues_name_the_remedy(serve):
         tunegemm.gated_linear(torch.ones(4, 8), torch.ones(5, 8))
     with pytest.raises(ProblemError, match=r"model 5 is not a torch.nn.Module"):
         tunegemm.patch(5)
+
+
+@pytest.mark.parametrize("lead", [(32,), (2, 16), ()])
+def test_a_weight_of_one_line_is_as_torchs_linear_takes_it(lead):
+    x, weight = operands()[0][: math.prod(lead)].reshape(*lead, 64), torch.linspace(-1, 1, 64).to(BF16)
+    expected = torch.relu(functional.linear(x, weight))
+    close(tunegemm.linear(x, weight, activation="relu", residual=expected), 2 * expected)
+
+
+@pytest.mark.parametrize("call", [tunegemm.gated_linear, partial(tunegemm.matmul, epilogue="swiglu")])
+def test_a_vector_has_no_gate_and_up(call):
+    a, b = operands()
+    for left in (a, b[:, 0]):
+        said = r"and \(64,\): gates need an even number of columns, not 1;"
+        with warnings.catch_warnings(), pytest.raises(ProblemError, match=said):
+            warnings.simplefilter("ignore")
+            call(left, b[:, 0])
 
 
 # Scales, and other dtypes
