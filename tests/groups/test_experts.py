@@ -325,7 +325,12 @@ WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "weights": ({"weights": lambda w: w[:, :1]}, r"index \(11, 2\) and weights \(11, 1\) of 11 tokens"),
     "tokens": ({"x": lambda x: x[:5]}, "of 5 tokens"),
     "dtypes": ({"x": lambda x: x.half()}, r"x is torch.float16, gate_up torch.float32, down torch.float32"),
-    "none": ({"gate_up": lambda g: g[:0], "down": lambda d: d[:0]}, r"gate_up \(0, 96, 64\) has no experts"),
+    "none": ({"gate_up": lambda g: g[:0], "down": lambda d: d[:0]}, r"gate_up \(0, 96, 64\) is empty; give"),
+    "no hidden values": (
+        {"x": lambda x: x[:, :0], "gate_up": lambda g: g[..., :0], "down": lambda d: d[:, :0]},
+        r"gate_up \(\d+, 96, 0\) is empty; give at least one of each extent",
+    ),
+    "no inner values": ({"gate_up": lambda g: g[:, :0], "down": lambda d: d[..., :0]}, r", 0, 64\) is empty"),
     "integers": ({"weights": lambda w: w.long()}, r"weights are torch.int64; give floats"),
     "floats": ({"index": lambda i: i.float()}, r"index is torch.float32; give numbers of experts"),
 }

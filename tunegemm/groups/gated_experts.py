@@ -333,8 +333,8 @@ def _check(
             f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}; give (tokens, "
             "hidden), (experts, 2 inner, hidden) and (experts, hidden, inner)"
         )
-    if not gate_up.shape[0]:
-        raise ProblemError(f"gate_up {tuple(gate_up.shape)} has no experts; give at least one")
+    if not gate_up.numel():
+        raise ProblemError(f"gate_up {tuple(gate_up.shape)} is empty; give at least one of each extent")
     if gate_up_scale is not None or down_scale is not None:
         _check_blocks(x, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale)
     elif FP8 in (gate_up.dtype, down.dtype):
