@@ -300,6 +300,25 @@ def test_another_linear_of_torchs_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize(
+    ("make", "place", "name"),
+    [
+        (MLP, F, "silu"), (ByFunction, F, "silu"), (MLP, nn.SiLU, "forward"),
+        (lambda: MLP(nn.GELU("tanh")), F, "gelu"), (lambda: MLP(Silu()), F, "silu"),
+    ],
+)  # fmt: skip
+def test_another_activation_of_torchs_is_seen(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, make: Any, place: Any, name: str
+) -> None:
+    """Tools that quantise or watch activations replace functions, as they do the linear layers'."""
+    model, plain, x = fused(made(make())), made(make()), given()
+    with torch.no_grad():
+        model(x)
+        monkeypatch.setattr(place, name, lambda *each, **_: each[-1] * 2)
+        close(model(x), plain(x))
+    assert len(kernels.gates) == 1
+
+
 def test_a_replica_of_data_parallel_has_its_own_weights() -> None:
     model, x = fused(made(MLP())), given()
     replica: Any = model._replicate_for_data_parallel()  # type: ignore[operator]

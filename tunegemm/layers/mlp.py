@@ -39,11 +39,13 @@ class Places(NamedTuple):
     gate: str
     up: str
     function: str = ""
-    """The activation that torch's function computes."""
+    """The name of that function, as the forward writes it; empty where a child is the activation."""
 
     def activation(self, module: nn.Module) -> str:
         """The name of the MLP's activation; empty if it is not known."""
-        return activation_of(module._modules.get(self.act)) if self.act else self.function
+        if self.act:
+            return activation_of(module._modules.get(self.act))
+        return _name_of(_global(type(module).forward, self.function))
 
 
 def places_of(cls: type) -> Places | None:
@@ -61,13 +63,11 @@ def _places_in(forward: Any) -> Places | None:
     for product in (rf"{gate} \* {up}", rf"{up} \* {gate}"):
         match = re.fullmatch(rf"{own}\.(?P<down>\w+)\({product}\)", ast.unparse(parts[2]))
         if match is not None:
-            names = match.groupdict(default="")
-            names["function"] = _name_of(_global(forward, names["function"]))
-            return Places(**names) if names["act"] or names["function"] else None
+            return Places(**match.groupdict(default=""))
     return None
 
 
-def _global(forward: FunctionType, path: str) -> Any:
+def _global(forward: Any, path: str) -> Any:
     """The object that a function finds under a global's dotted name; None if there is none."""
     first, *names = path.split(".")
     place = forward.__globals__.get(first)
@@ -126,18 +126,22 @@ def activation_of(module: Any) -> str:
     activation functions, by name or through an attribute. The activations of transformers do this.
     """
     cls = type(module)
-    if cls in (nn.SiLU, nn.ReLU):
-        return "" if module.inplace else cls.__name__.lower()
-    if cls is nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
-    name, attribute = _called_by(vars(cls).get("forward"), cls.__call__)
-    return _name_of(vars(module).get(attribute)) if attribute else name
+    forward = vars(cls).get("forward")
+    if (function := _OWN.get((cls, forward))) is not None:
+        name = cls.__name__.lower()
+        if getattr(functional, name) is not function:  # a tool has put its own there
+            return ""
+        if name == "gelu":
+            return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
+        return "" if module.inplace else name
+    path, attribute = _called_by(forward, cls.__call__)
+    return _name_of(vars(module).get(attribute) if attribute else path and _global(forward, path))
 
 
 @cache
 def _called_by(forward: Any, call: Any) -> tuple[str, str]:
-    """The activation to which a forward only passes its input: its name, or the module's attribute that is
-    the function. Both are empty for any other forward, and for a class with a `__call__` of its own."""
+    """The function to which a forward only passes its input: its name there, or the module's attribute that
+    it is. Both are empty for any other forward, and for a class with a `__call__` of its own."""
     if not isinstance(forward, FunctionType) or call is not nn.Module.__call__:
         return "", ""
     match _return_of(forward):
@@ -145,10 +149,12 @@ def _called_by(forward: Any, call: Any) -> tuple[str, str]:
             path = ast.unparse(function)
             if (match := re.fullmatch(rf"{re.escape(own)}\.(\w+)", path)) is not None:
                 return "", match[1]
-            return _name_of(_global(forward, path)), ""
+            return path, ""
     return "", ""
 
 
+#: The functions of torch.nn.functional that torch's activations call.
+_OWN = {(cls, cls.forward): getattr(functional, cls.__name__.lower()) for cls in (nn.SiLU, nn.ReLU, nn.GELU)}
 _FUNCTIONS: dict[Any, str] = {
     (functional.silu,): "silu", (functional.relu,): "relu", (torch.relu,): "relu",
     (functional.gelu,): "gelu", (functional.gelu, ("approximate", "none")): "gelu",
