@@ -303,27 +303,30 @@ def gated_by(
     return layer
 
 
-class GELUActivation(torch.nn.Module):
-    approximate = "none"
+class SiLU(torch.nn.Module):
+    """Torch's in its name alone."""
 
-
-class GELUTanh(torch.nn.Module):
-    pass
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * x
 
 
 @pytest.mark.parametrize(
     ("activation", "name"),
-    [(torch.nn.SiLU(), "silu"), (torch.nn.ReLU(), "relu"), (GELUActivation(), "gelu"),
-     (GELUTanh(), "gelu_tanh"),
-     (torch.nn.GELU(), ""), (torch.nn.Tanh(), "")],
+    [(torch.nn.SiLU(), "silu"), (torch.nn.ReLU(), "relu"), (torch.nn.GELU(), "gelu"),
+     (torch.nn.GELU("tanh"), "gelu_tanh"), (torch.nn.Tanh(), ""), (SiLU(), ""),
+     (torch.nn.functional.silu, "")],
 )  # fmt: skip
 def test_transformers_default_gate_has_a_name(activation: Any, name: str) -> None:
     layer = gated_by(activation)
-    assert transformers.activation_of(layer, type(layer)._apply_gate) == (name or layer._apply_gate)
-    if name == "gelu":
-        activation.approximate = "tanh"
-        assert transformers.activation_of(layer, type(layer)._apply_gate) == layer._apply_gate
-        activation.approximate = "none"
+    gate = type(layer)._apply_gate
+    assert transformers.activation_of(layer, gate) == (name or layer._apply_gate)
+    if name:
+        hook = activation.register_forward_hook(lambda *_: None)
+        assert transformers.activation_of(layer, gate) == layer._apply_gate
+        hook.remove()
+        activation.forward = lambda x: x
+        assert transformers.activation_of(layer, gate) == layer._apply_gate
+        del activation.forward
 
 
 def test_another_gate_is_ours_if_it_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tunegemm.groups import grouped
 from tunegemm.groups.gated_experts import experts
 from tunegemm.groups.quantize import quantize
 from tunegemm.groups.routing import Gate
+from tunegemm.layers import mlp
 from tunegemm.torch import blocks
 
 NAME = "tunegemm"
@@ -154,13 +155,6 @@ def experts_forward(
     return result if result.dtype is dtype else result.to(dtype)
 
 
-#: The activations that classes of `transformers.activations` and of torch compute.
-_ACTIVATIONS = {
-    "SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "GELUTanh": "gelu_tanh",
-    "ReLU": "relu",
-}  # fmt: skip
-
-
 def activation_of(layer: Any, default_gate: Any) -> Any:
     """The name of a layer's activation.
 
@@ -168,10 +162,9 @@ def activation_of(layer: Any, default_gate: Any) -> Any:
     of gate and up.
     """
     if type(layer)._apply_gate is default_gate:
-        result = type(layer.act_fn).__name__
-        if result in _ACTIVATIONS and getattr(layer.act_fn, "approximate", "none") == "none":
-            return _ACTIVATIONS[result]
-    elif isinstance(limit := getattr(layer, "limit", None), int | float):
+        # `str` makes a constant of Dynamo's own, of whose type `experts` may ask (torch 2.13).
+        return str(mlp.activation_of(layer.act_fn)) or layer._apply_gate
+    if isinstance(limit := getattr(layer, "limit", None), int | float):
         gate = Gate(getattr(layer, "alpha", 1.0), limit)
         if not torch.compiler.is_compiling() and _are_equal(layer, gate):
             return gate

@@ -120,11 +120,14 @@ def _result_of(body: list[ast.stmt]) -> ast.expr | None:
 
 
 def activation_of(module: Any) -> str:
-    """The name of the activation that a module computes; empty if its class is not known to compute one.
+    """The name of the activation that a call of a module computes; empty if its class is not known to compute
+    one, or if a hook or an attribute changes what it computes.
 
     Torch's own classes count. So does any class whose forward, by its source, only calls one of torch's
     activation functions, by name or through an attribute. The activations of transformers do this.
     """
+    if not _is_bare(module):
+        return ""
     cls = type(module)
     forward = vars(cls).get("forward")
     if (function := _OWN.get((cls, forward))) is not None:
@@ -136,6 +139,10 @@ def activation_of(module: Any) -> str:
         return "" if module.inplace else name
     path, attribute = _called_by(forward, cls.__call__)
     return _name_of(vars(module).get(attribute) if attribute else path and _global(forward, path))
+
+
+# For Dynamo a constant at trace time: it cannot trace what reads a source.
+activation_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
@@ -253,14 +260,12 @@ class Forward:
     def _gated(self, x: Any) -> torch.Tensor | None:
         """The gate by a kernel; None where the class's forward is to compute it."""
         children, places = self._module._modules, self.places
-        gate, act, up = children.get(places.gate), children.get(places.act), children.get(places.up)
+        gate, up = children.get(places.gate), children.get(places.up)
         if _places_in(type(self._module).forward) != places:  # somebody has replaced it, or the class
             return None
         if not vars(self._module).keys().isdisjoint(places):  # an attribute hides a child
             return None
         if is_replaced() or not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
-            return None
-        if places.act and not _is_bare(act):
             return None
         first: Any = gate._parameters.get("weight")
         second: Any = up._parameters.get("weight")
@@ -299,7 +304,7 @@ def _is_bare(module: Any) -> bool:
     """Whether a call of a module runs only its class's forward, of its parameters: no hooks, own or global,
     and no attribute that hides either."""
     return (
-        module is not None
+        isinstance(module, nn.Module)
         and module.__dict__.keys().isdisjoint(_HIDING)
         and not (
             module._forward_hooks
