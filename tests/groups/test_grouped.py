@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import grouped_mm as torchs
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tunegemm
@@ -612,10 +613,20 @@ def test_surroundings_in_which_torch_computes(loops: Loops) -> None:
     with torch._subclasses.FakeTensorMode() as mode:
         fake = tunegemm.grouped_mm(*map(mode.from_tensor, (a, b)), offs=mode.from_tensor(offs))
         assert fake.shape == (13, N)
+
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if "grouped_mm" in function.__name__ else result
+
+    with Doubles():
+        doubled = call()
+    assert torch.equal(doubled, 2 * torchs(a, b, offs=offs))
     mapped = torch.vmap(lambda x: tunegemm.grouped_mm(x, b, offs=offs))(torch.stack((a, a)))
     assert torch.equal(mapped[1], torchs(a, b, offs=offs))
     assert loops.calls == []
-    call()
+    with torch.device("cpu"):  # a mode of functions that make tensors
+        call()
     assert len(loops.calls) == 1
 
 

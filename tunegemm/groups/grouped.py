@@ -22,9 +22,11 @@ from tunegemm.dispatch.autograd import PLAIN, are_torchs
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import (
+    are_functions_watched,
     capturing,
     deterministic,
     dispatch_modes,
+    function_modes,
     functorch_level,
     grad_enabled,
     is_transformed,
@@ -262,6 +264,7 @@ def are_plain(*operands: torch.Tensor | None) -> bool:
         or functorch_level() is not None
         or tracing()
         or forward_ad._current_level >= 0
+        or (function_modes() and are_functions_watched())
     )
 
 
