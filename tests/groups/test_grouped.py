@@ -232,13 +232,6 @@ def test_what_torch_refuses_is_named(loops: Loops, name: str) -> None:
         call(*operands())
 
 
-def test_fx_traces_a_call(loops: Loops) -> None:
-    graph = torch.fx.symbolic_trace(lambda a, b, offs: tunegemm.grouped_mm(a, b, offs=offs))
-    a, b, offs = operands()
-    assert torch.equal(graph(a, b, offs), torchs(a, b, offs=offs))
-    assert any(node.target is tunegemm.grouped_mm for node in graph.graph.nodes)
-
-
 RECORDED = Candidate.make(
     "grouped",
     {"schedule": "pingpong", "tile_m": 64, "tile_n": 32, "tile_k": 64, "stages": 16, "epi_n": 32,

@@ -80,19 +80,6 @@ def test_what_does_not_fit_is_torchs_to_refuse(loops: Loops, name: str) -> None:
     assert loops.calls == []
 
 
-def check_fx(*given: torch.Tensor) -> None:
-    def function(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> torch.Tensor:
-        return tunegemm.scaled_grouped_mm(
-            a, b, scale_a, scale_b, offs=offs, out_dtype=BF16, use_fast_accum=True
-        )
-
-    assert torch.equal(torch.fx.symbolic_trace(function)(*given), function(*given))
-
-
-def test_fx_traces_a_call(loops: Loops) -> None:
-    check_fx(*operands())
-
-
 def test_what_is_no_tensor_is_torchs_to_refuse() -> None:
     with pytest.raises(TypeError, match="scale_a"):
         call(scale_a=None)
@@ -142,10 +129,6 @@ def test_autocast_leaves_the_fp32_product_of_block_scales() -> None:
     with torch.autocast("cpu", dtype=BF16):
         result = tunegemm.scaled_grouped_mm(**words)
     assert torch.equal(result, tunegemm.scaled_grouped_mm(**words))
-
-
-def test_fx_traces_a_call_with_block_scales() -> None:
-    check_fx(*of_blocks().values())
 
 
 def test_block_scales_of_meta_tensors_give_one() -> None:

@@ -40,11 +40,11 @@ from tunegemm.dispatch.forms import (
     Form,
     form_of,
 )
-from tunegemm.dispatch.fx import data_ptr, refuse_proxies
 from tunegemm.dispatch.guards import (
     are_functions_watched,
     autocast,
     current_device,
+    data_ptr,
     deterministic,
     dispatch_modes,
     function_modes,
@@ -461,9 +461,8 @@ class Dispatcher:
 
 
 def _check_tensors(form: Form, operands: tuple[Any, ...]) -> None:
-    """Raises TypeError for a proxy of torch.fx, and ProblemError for an operand that is not a tensor, unless
-    torch's own function computes the whole form and raises its own error."""
-    refuse_proxies(operands)
+    """Raises ProblemError for an operand that is not a tensor, unless torch's own function computes the whole
+    form and raises its own error."""
     if not form.is_plain and (form.call, form.text) != (LINEAR, "bias_n"):
         for operand in operands:
             if not isinstance(operand, torch.Tensor):

@@ -29,11 +29,11 @@ from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import Form
-from tunegemm.dispatch.fx import data_ptr
 from tunegemm.dispatch.guards import (
     capturing,
     check_of,
     current_device,
+    data_ptr,
     dispatch_modes,
     grad_enabled,
     is_lazy,

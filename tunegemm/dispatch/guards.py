@@ -14,7 +14,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunegemm.describe.precision import fp32_precision
+from tunegemm.errors import OperandError
 
+# They raise TypeError for what is no tensor, which then goes to torch's function: that raises torch's error.
+data_ptr = torch.Tensor.data_ptr
+rank = torch.Tensor.dim
+num_elements = torch.Tensor.numel
 # Bound once: each call takes 15-80 ns, and the look-ups of `torch.x.y` would double that.
 grad_enabled = torch.is_grad_enabled
 deterministic = torch._C._get_deterministic_algorithms
@@ -48,6 +53,13 @@ def allocation(device_type: str) -> Any:
 
 #: `cast_by_autocast` returns this if torch must compute the product.
 TORCHS: Any = object()
+
+
+def check_tensors(**values: Any) -> None:
+    """Raises OperandError, which names it, for a value that is not a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise OperandError(f"{name} is a {type(value).__name__}; give a tensor")
 
 
 def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:

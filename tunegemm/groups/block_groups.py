@@ -11,7 +11,7 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import check_dtype
-from tunegemm.dispatch.fx import rank
+from tunegemm.dispatch.guards import rank
 from tunegemm.dispatch.library import in_fp32
 from tunegemm.errors import ProblemError
 from tunegemm.generate import block_groups

@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
-from tunegemm.dispatch.fx import check_tensors, node_of, rank
-from tunegemm.dispatch.guards import any_autocast, capturing, is_transformed
+from tunegemm.dispatch.guards import any_autocast, capturing, check_tensors, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
@@ -69,22 +68,12 @@ def experts(
     names the operand if shapes or dtypes do not fit; on a CPU, or with ``TUNEGEMM_CHECK_GROUPS=1``, also if
     an expert number is invalid.
     """
-    try:
-        rank(x)
-    except TypeError as error:  # x is a proxy
-        words = {
-            "gate_up_bias": gate_up_bias, "down_bias": down_bias, "activation": activation,
-            "interleaved": interleaved, "elsewhere": elsewhere, "gate_up_scale": gate_up_scale,
-            "down_scale": down_scale,
-        }  # fmt: skip
-        given = x, gate_up, down, index, weights
-        return node_of(error, experts, given, words, _check_operands)
     arguments = x, gate_up, down, index, weights, gate_up_bias, down_bias
     scales, interleaved, elsewhere = (gate_up_scale, down_scale), bool(interleaved), bool(elsewhere)
     try:
         _check(*arguments, *scales, activation)
     except (AttributeError, ProblemError):  # to ask before would take half a microsecond of each call
-        _check_operands(*arguments[:5])
+        check_tensors(x=x, gate_up=gate_up, down=down, index=index, weights=weights)
         raise
     if torch.compiler.is_compiling():
         kind: Any = (activation, None) if isinstance(activation, str) else None
@@ -94,10 +83,6 @@ def experts(
             settings = *kind, interleaved, elsewhere
             return torch.ops.tunegemm.experts(*arguments, *scales, *settings)
     return _layer(*arguments, *scales, activation, interleaved, elsewhere)
-
-
-def _check_operands(x: Any, gate_up: Any, down: Any, index: Any, weights: Any, **_: Any) -> None:
-    check_tensors(x=x, gate_up=gate_up, down=down, index=index, weights=weights)
 
 
 def is_ordered() -> bool:

@@ -20,7 +20,6 @@ from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import PLAIN, are_torchs
 from tunegemm.dispatch.forms import ALIGNMENT
-from tunegemm.dispatch.fx import node_of, rank
 from tunegemm.dispatch.guards import (
     are_functions_watched,
     capturing,
@@ -30,6 +29,7 @@ from tunegemm.dispatch.guards import (
     functorch_level,
     grad_enabled,
     is_transformed,
+    rank,
     tracing,
 )
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError
@@ -88,17 +88,14 @@ def grouped_mm(
             if are_torchs(a, b, offs, bias) or a.dtype in _UNTRACED:
                 return traced(a, b, offs, bias, out_dtype)
         elif offs is not None:
-            rank(a)  # raises TypeError for a proxy
+            rank(a)
             rank(b)
             if out_dtype in (None, a.dtype):
                 result = groups(a, b, offs, bias)
                 if result is not None:
                     return result
-    except RuntimeError:  # tensors without memory: torch raises the error for them
+    except (RuntimeError, TypeError):  # without memory, or not tensors: torch raises the error for them
         pass
-    except TypeError as error:
-        words = {"offs": offs, "bias": bias, "out_dtype": out_dtype}
-        return node_of(error, grouped_mm, (a, b), words, by_torch)
     return by_torch(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
 
 

@@ -8,8 +8,7 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.autograd import are_torchs
-from tunegemm.dispatch.fx import check_tensors, node_of, rank
-from tunegemm.dispatch.guards import is_transformed
+from tunegemm.dispatch.guards import check_tensors, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig
@@ -41,11 +40,8 @@ def quantize(x: torch.Tensor, *, gate: str | None = None, power_of_two: bool = F
     torch's operations compute the same bits. There is no gradient. Raises ProblemError for other shapes,
     dtypes and gates, and if x requires a gradient.
     """
-    try:
-        rank(x)
-    except TypeError as error:
-        words = {"gate": gate, "power_of_two": power_of_two}
-        return node_of(error, quantize, (x,), words, lambda x, **_: check_tensors(x=x))
+    if not isinstance(x, torch.Tensor):
+        check_tensors(x=x)
     if are_torchs(x) if torch.compiler.is_compiling() else is_transformed():
         return torch.ops.tunegemm.quantize(x, gate, power_of_two)
     return _quantized(x, gate, power_of_two)

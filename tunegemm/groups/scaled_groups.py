@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.fx import node_of
 from tunegemm.dispatch.guards import deterministic
 from tunegemm.errors import ProblemError
 from tunegemm.groups import block_groups, grouped
@@ -49,9 +48,8 @@ def scaled_grouped_mm(
     }  # fmt: skip
     try:
         of_blocks = block_groups.are_of_blocks(a, b, scale_a, scale_b)
-    except TypeError as error:
-        value = a, b, scale_a, scale_b
-        return node_of(error, scaled_grouped_mm, value, words, torch._scaled_grouped_mm)
+    except TypeError:
+        return torch._scaled_grouped_mm(a, b, scale_a, scale_b, **words)
     if of_blocks:
         if bias is not None or scale_result is not None:
             raise ProblemError(

@@ -12,8 +12,7 @@ import torch
 from tunegemm.describe.epilogue import ACTIVATIONS, GATE_OF, GATED, Epilogue
 from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import ADDMM, BMM, LINEAR, MATMUL, SCALED_MM, Activation, check_dtype, form_of
-from tunegemm.dispatch.fx import node_of, rank, refuse_proxies
-from tunegemm.dispatch.guards import any_autocast, are_functions_watched, function_modes
+from tunegemm.dispatch.guards import any_autocast, are_functions_watched, function_modes, rank
 from tunegemm.dispatch.library import addmm_steps, is_sum, scale_steps
 from tunegemm.errors import ProblemError, unknown_argument
 from tunegemm.generate.blocks import NARROW
@@ -78,11 +77,11 @@ def matmul(
         if compiling_now():
             return ops.traced_matmul(a, b, out)
         return api.product(MATMUL, a, b, out)
-    except TypeError as error:
+    except TypeError:
         for name in extras:
             if name not in Extras.__annotations__:
                 raise unknown_argument("matmul", name, ["out", *Extras.__annotations__]) from None
-        return node_of(error, matmul, (a, b), extras if out is None else {"out": out, **extras})
+        raise
 
 
 def linear(
@@ -98,17 +97,14 @@ def linear(
     `weight` is (n, k). Served as `matmul` is; each combination needs kernels tuned for it. activation: relu,
     gelu, gelu_tanh or silu.
     """
-    try:
-        if activation is None and residual is None:
-            if compiling_now():
-                return ops.traced_linear(x, weight, bias)
-            if bias is None:
-                return api.product(LINEAR, x, weight)
-            return api.dispatcher.fused(WITH_BIAS, x, weight, (bias,))
-        text = _text(activation, bias is None, residual is None)
-        return _fused(LINEAR, text, x, weight, _present(bias, residual))
-    except TypeError as error:
-        return node_of(error, linear, (x, weight, bias, activation, residual))
+    if activation is None and residual is None:
+        if compiling_now():
+            return ops.traced_linear(x, weight, bias)
+        if bias is None:
+            return api.product(LINEAR, x, weight)
+        return api.dispatcher.fused(WITH_BIAS, x, weight, (bias,))
+    text = _text(activation, bias is None, residual is None)
+    return _fused(LINEAR, text, x, weight, _present(bias, residual))
 
 
 def gated_linear(
@@ -123,10 +119,7 @@ def gated_linear(
     if not isinstance(activation, str) or activation not in GATE_OF:
         raise ProblemError(f"activation {activation!r} has no gated form; use one of {', '.join(GATE_OF)}")
     text = GATE_OF[activation] if bias is None else "bias_n+" + GATE_OF[activation]
-    try:
-        return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
-    except TypeError as error:
-        return node_of(error, gated_linear, (x, weight, bias, activation))
+    return _fused(LINEAR, text, x, weight, () if bias is None else (bias,))
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -145,8 +138,8 @@ def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> 
     """Multiply two matrices, (m, k) x (k, n), as ``torch.mm`` does; served as `matmul` is."""
     try:
         fits = rank(a) == 2 and rank(b) == 2
-    except TypeError as error:
-        return node_of(error, mm, (a, b), {} if out is None else {"out": out}, torch.mm)
+    except TypeError:
+        fits = False
     is_compiling = compiling_now()
     is_watched = not is_compiling and function_modes() and are_functions_watched()
     if is_watched or not fits:  # modes are to see this function, where `product` would show torch.matmul
@@ -160,8 +153,8 @@ def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) ->
     """Multiply each entry of a batch, (l, m, k) x (l, k, n), as ``torch.bmm`` does; served as `matmul` is."""
     try:
         fits = rank(a) == 3 and rank(b) == 3 and a.shape[0] == b.shape[0]
-    except TypeError as error:
-        return node_of(error, bmm, (a, b), {} if out is None else {"out": out}, torch.bmm)
+    except TypeError:
+        fits = False
     if not fits:
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     if compiling_now():
@@ -181,8 +174,8 @@ def addmm(
     try:
         fits = is_sum(c, a, b, beta, 2)
         text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
-    except (TypeError, RuntimeError) as error:
-        return node_of(error, addmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.addmm)
+    except (TypeError, RuntimeError):
+        fits = False
     result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
     return torch.addmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
 
@@ -194,8 +187,8 @@ def baddbmm(
     try:
         fits = is_sum(c, a, b, beta, 3)
         text, tensors, numbers = addmm_steps(c, a, b, beta, alpha) if fits else ("", (), ())
-    except (TypeError, RuntimeError) as error:
-        return node_of(error, baddbmm, (c, a, b), {"beta": beta, "alpha": alpha}, torch.baddbmm)
+    except (TypeError, RuntimeError):
+        fits = False
     result = _fused(ADDMM, text, a, b, tensors, numbers) if fits else None
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha) if result is None else result
 
@@ -228,9 +221,9 @@ def scaled_mm(
     """
     try:
         text = scale_steps(a, b, scale_a, scale_b, bias is not None)
-    except TypeError as error:
-        words = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-        return node_of(error, scaled_mm, (a, b, scale_a, scale_b), words, torch._scaled_mm)
+    except TypeError:
+        words: Any = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return torch._scaled_mm(a, b, scale_a, scale_b, **words)
     if a.dtype == torch.int8:
         out_dtype, use_fast_accum = out_dtype or torch.bfloat16, True
     if not text or (a.shape[1] <= NARROW and blocks.are_of_one_block(text, a, b, out_dtype)):
@@ -267,7 +260,6 @@ def _matmul_and_more(
     if isinstance(operands, str) or not isinstance(operands, Sequence):
         raise ProblemError(f"operands {operands!r:.40} are not a sequence; give a tuple of them")
     if not compiling_now():
-        refuse_proxies((a, b, *operands))
         form_of(MATMUL, str(epilogue), out_dtype).check(operands)
     tensors = tuple(each for each in operands if isinstance(each, torch.Tensor))
     numbers = tuple(float(each) for each in operands if not isinstance(each, torch.Tensor))

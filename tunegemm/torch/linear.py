@@ -11,7 +11,6 @@ from torch.nn import functional as F  # torch.jit.script looks for it here, see 
 from tunegemm.dispatch import api
 from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import LINEAR
-from tunegemm.dispatch.fx import node_of
 from tunegemm.dispatch.guards import grad_enabled, tracing
 from tunegemm.torch import functions
 
@@ -62,20 +61,18 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
         is_hidden = True
     if is_hidden:
         weight, bias = layer.weight, layer.bias
-    if (
+    if type(input) not in PLAIN:
+        if (node := module_node(layer, input)) is not None:
+            return node
+    elif (
         grad_enabled()
-        and type(input) in PLAIN
         and not tracing()  # its checks need the same function in each mode
         and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
     ):
         return _torchs(input, weight, bias)
-    try:
-        if bias is None:
-            return api.product(LINEAR, input, weight)
-        return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
-    except TypeError as error:
-        node = module_node(layer, input)
-        return node_of(error, functions.linear, (input, weight, bias)) if node is None else node
+    if bias is None:
+        return api.product(LINEAR, input, weight)
+    return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
 
 
 def module_node(layer: torch.nn.Linear, input: Any) -> Any:
