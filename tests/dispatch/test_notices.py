@@ -1,16 +1,13 @@
-"""What is said of products that torch computes: once for each weight, and in sum at the end."""
+"""What is said of products that torch computes: once for each weight."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.support.forks import Forks
-from tests.support.processes import environment
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import notices
 from tunegemm.dispatch.dispatcher import Dispatcher
@@ -54,57 +51,6 @@ def test_weights_do_not_depend_on_rows_alone() -> None:
     assert weight_of(one) == weight_of(Problem(4096, 64, 128)) == weight_of(Problem(16, 64, 128, batch=3))
     assert weight_of(one) != weight_of(Problem(16, 64, 128, epilogue="bias_n"))
     assert weight_of(one) != weight_of(Problem(16, 128, 64))
-
-
-_PROGRAM = """
-import warnings
-warnings.simplefilter("ignore")
-import torch
-from tunegemm.describe.device import find_device
-from tunegemm.dispatch import notices
-from tunegemm.dispatch.dispatcher import Dispatcher
-from tunegemm.dispatch.planning import Planner
-from tunegemm.choose.snapshot import Snapshot
-device = find_device("model:h200")
-served = Dispatcher(Planner(device_type="cpu", find=lambda spec: device, read=lambda: Snapshot()))
-for m in (3, 700, 12):
-    served.matmul(torch.ones(m, 64, dtype=torch.bfloat16), torch.ones(64, 48, dtype=torch.bfloat16))
-"""
-
-
-@pytest.mark.parametrize("asked", ["1", "0", ""])
-def test_a_program_that_asks_for_it_gets_a_summary(asked: str, forks: Forks, tmp_path: Path) -> None:
-    run = forks.run(_PROGRAM, env=environment(TUNEGEMM_SUMMARY=asked), cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
-    lines = [line for line in run.stderr.splitlines() if line.startswith("tunegemm:")]
-    if asked != "1":
-        assert not lines
-        return
-    (line,) = lines
-    assert "700x48x64" in line and "from 3 up" in line and "tunegemm tune --shape 700x48x64" in line
-
-
-def test_a_summary_names_each_weight_with_its_most_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "MOST_WEIGHTS", 2)
-    found = notices.Notices()
-    found.untuned(Problem(1, 64, 64))
-    assert not found.sums_up and found.summary() == []
-    monkeypatch.setattr(notices.atexit, "register", lambda *_: None)
-    found.sum_up()
-    assert found.sums_up
-    for m in (16, 8, 32):
-        found.untuned(Problem(m, 64, 64))
-    assert found.summary() == [
-        "torch computed 32x64x64 bf16 tn and other numbers of rows from 8 up, without a record: "
-        "tunegemm tune --shape 32x64x64 --dtype bf16 --layout tn"
-    ]
-    found.untuned(Problem(8, 64, 128))
-    found.untuned(Problem(8, 64, 256))
-    assert found.summary()[1:] == [
-        "torch computed 8x64x128 bf16 tn, without a record: "
-        "tunegemm tune --shape 8x64x128 --dtype bf16 --layout tn",
-        "further products than these 2 also ran in torch",
-    ]
 
 
 def test_errors_and_callers_by_their_names() -> None:

@@ -187,7 +187,6 @@ SWITCHES = {
     "TUNEGEMM_COMPILE": True,  # whether missing kernels are compiled in the background
     "TUNEGEMM_ENABLE": False,  # whether a program that nobody edited is served
     "TUNEGEMM_SGLANG": True,  # whether SGLang is served
-    "TUNEGEMM_SUMMARY": False,  # whether products without a record are listed when the process ends
     "TUNEGEMM_VLLM": True,  # whether vLLM is served
     "TUNEGEMM_VLLM_GATES": True,  # whether vLLM's gates are fused with the product of gate and up
 }

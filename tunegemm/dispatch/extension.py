@@ -404,11 +404,6 @@ def warn(message: str | Callable[[], str], about: Hashable = None) -> None:
     api.dispatcher.planner.notices.warn(message, about)
 
 
-def missed(problem: Problem) -> None:
-    """Add a product without a kernel to the summary at exit (``TUNEGEMM_SUMMARY``)."""
-    api.dispatcher.planner.notices.untuned(problem)
-
-
 def observer() -> Callable[..., Any] | None:
     """During `tunegemm.record`, the function that records grouped calls and lets torch compute them."""
     return api.dispatcher.planner.observe_groups

@@ -1,16 +1,13 @@
-"""Warnings about products that fall back to torch: one for each weight, and a summary at exit.
+"""Warnings about products that fall back to torch: one for each weight.
 
 A weight is a product regardless of its number of rows, which can differ with every request.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
 from tunegemm.describe.command import tune_command
 from tunegemm.describe.problem import Problem
@@ -20,16 +17,13 @@ from tunegemm.generate import families
 #: Most warnings in a process. Each concerns another weight or is of another kind; attention's products have
 #: a weight for each sequence length.
 MOST_WARNINGS = 64
-#: Most weights that a summary names.
-MOST_WEIGHTS = 1024
 
 
 class Notices:
-    """The warnings already issued, and the weights that had no kernel."""
+    """The warnings already issued."""
 
     def __init__(self) -> None:
         self._issued: set[Hashable] = set()
-        self._untuned: dict[Hashable, _Rows] | None = None
 
     def warn(self, message: str | Callable[[], str], about: Hashable = None) -> None:
         """Issue a warning, unless one with the same subject was issued before.
@@ -49,64 +43,6 @@ class Notices:
     def forget(self) -> None:
         """Allow warnings that were already issued."""
         self._issued.clear()
-
-    def sum_up(self) -> None:
-        """Collect the problems passed to `untuned` from now on, and print them when the process ends."""
-        if self._untuned is None:
-            self._untuned = {}
-            atexit.register(self._print, os.getpid())
-
-    @property
-    def sums_up(self) -> bool:
-        """Whether every problem without a kernel must be passed to `untuned`."""
-        return self._untuned is not None
-
-    def untuned(self, problem: Problem) -> None:
-        """Add a problem without a kernel to the summary, if there is to be one."""
-        if self._untuned is None:
-            return
-        key = weight_of(problem)
-        if (rows := self._untuned.get(key)) is not None:
-            rows.add(problem)
-        elif len(self._untuned) < MOST_WEIGHTS:
-            self._untuned[key] = _Rows(problem, problem.m)
-
-    def _print(self, owner: int) -> None:
-        if os.getpid() != owner:  # in a forked child, which did not fall back itself
-            return
-        for line in self.summary():
-            print(f"tunegemm: {line}", file=sys.stderr)
-
-    def summary(self) -> list[str]:
-        """A line for each weight that fell back because it has no record, with the command that tunes it.
-
-        A last line counts weights beyond the limit.
-        """
-        untuned = self._untuned or {}
-        lines = [str(rows) for rows in list(untuned.values())]
-        if len(untuned) == MOST_WEIGHTS:
-            lines.append(f"further products than these {MOST_WEIGHTS} also ran in torch")
-        return lines
-
-
-@dataclass
-class _Rows:
-    """The numbers of rows by which a weight was multiplied."""
-
-    most: Problem
-    """The product with the most rows."""
-    least: int
-    numbers: int = 1
-
-    def add(self, problem: Problem) -> None:
-        self.numbers += 1
-        self.least = min(self.least, problem.m)
-        if problem.m > self.most.m:
-            self.most = problem
-
-    def __str__(self) -> str:
-        more = f" and other numbers of rows from {self.least} up" if self.numbers > 1 else ""
-        return f"torch computed {self.most}{more}, without a record: {tune_command(self.most)}"
 
 
 def who(name: str) -> str:

@@ -428,7 +428,7 @@ class Planner:
         else:
             answer = self._compile_first(state, problem, known, index, selection.options)
             self._explain_missing(answer, state, snapshot, problem, known, selection, why, name)
-        if selection.rows is not None and mode != "online" and not self.notices.sums_up:
+        if selection.rows is not None and mode != "online":
             state.misses.setdefault(_weight(problem, index), []).append(selection.rows)
         if mode == "online" and selection.outcome != "hit":
             is_served = selection.outcome == "predicted" and result is not None
@@ -491,7 +491,6 @@ class Planner:
             and self.mode != "online"
             and not snapshot.warnings  # the unread source may have its record
         ):
-            self.notices.untuned(problem)
             self.notices.warn(
                 lambda: (
                     f"{problem} on {device.name}: {why}; {who(name)} falls back to torch. "
@@ -597,8 +596,6 @@ class Planner:
         with self.lock:
             if self._mode is None:
                 self.compiler.is_on = read_switch("TUNEGEMM_COMPILE", warn)
-                if read_switch("TUNEGEMM_SUMMARY", warn):
-                    self.notices.sum_up()
                 self._mode = read_mode(warn)
                 self.use(read_policy(warn))
         return self._mode
