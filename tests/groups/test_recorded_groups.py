@@ -87,7 +87,7 @@ def test_scaled_groups_are_ours_for_plain_calls_outside_of_tracing(
     asked: list[Any] = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     monkeypatch.setattr(scaled_groups.block_groups, "are_of_blocks", lambda *_: False)
-    monkeypatch.setattr(scaled_groups.grouped, "are_plain", lambda *_: plain)
+    monkeypatch.setattr(scaled_groups, "are_plain", lambda *_: plain)
     monkeypatch.setattr(scaled_groups, "below_autograd", lambda *_, **__: ours if served else None)
     monkeypatch.setattr(
         torch, "_scaled_grouped_mm", lambda *_, **words: asked.append(words["offs"]) or "torch's"

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tunegemm.dispatch.forms import shaped
 from tunegemm.dispatch.guards import is_transformed
@@ -18,21 +17,11 @@ from tunegemm.dispatch.guards import is_transformed
 #: Element types that have kernels and gradients, with their names in problems.
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-#: Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
-PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 #: A product and a bias.
 Add = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: A product; returns None if there is no kernel for it.
 Maybe = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
-
-
-def are_torchs(*operands: torch.Tensor | None) -> bool:
-    """Whether no subclass gives operands of a traced call a meaning of its own."""
-    return torch.compiler.is_exporting() or all(
-        each is None or type(each) in PLAIN or isinstance(each, FakeTensor) for each in operands
-    )
 
 
 def is_simple(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.describe.problem import MAX_ALIGNMENT
 from tunegemm.dispatch import guards
-from tunegemm.dispatch.autograd import DTYPES, PLAIN, differentiably, is_simple
+from tunegemm.dispatch.autograd import DTYPES, differentiably, is_simple
 from tunegemm.dispatch.forms import (
     ADDMM,
     ALIGNMENT,
@@ -41,6 +41,7 @@ from tunegemm.dispatch.forms import (
     form_of,
 )
 from tunegemm.dispatch.guards import (
+    PLAIN,
     are_functions_watched,
     autocast,
     current_device,
@@ -449,13 +450,10 @@ class Dispatcher:
             and a.dtype in DTYPES
             and a.device.type == b.device.type == self.planner.device_type
             and is_simple(a, b)
-            and not guards.is_transformed()
+            and guards.are_plain()
             and (form.call != ADDMM or form.text in ("", "bias_n"))  # the others need torch's derivative
             and (form.call != LINEAR or b.ndim == 2)
             and all(each.dtype is a.dtype for name, each in zip(names, tensors, strict=True) if name in taken)
-            and not deterministic()
-            and not guards.dispatch_modes()
-            and not guards.tracing()
             and not (guards.is_lazy(a) or guards.is_lazy(b))
         )
 

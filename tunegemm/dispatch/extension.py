@@ -27,9 +27,9 @@ from tunegemm.compile.artifacts import Artifact, Key
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
-from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import Form
 from tunegemm.dispatch.guards import (
+    PLAIN,
     capturing,
     check_of,
     current_device,

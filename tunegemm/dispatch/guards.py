@@ -9,12 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tunegemm.describe.precision import fp32_precision
-from tunegemm.errors import OperandError
+from tunegemm.errors import OperandError, ProblemError
+
+#: Subclasses (fake tensors, DTensor, quantized and user-made ones) give torch.matmul their own meaning.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # They raise TypeError for what is no tensor, which then goes to torch's function: that raises torch's error.
 data_ptr = torch.Tensor.data_ptr
@@ -62,11 +66,18 @@ def check_tensors(**values: Any) -> None:
             raise OperandError(f"{name} is a {type(value).__name__}; give a tensor")
 
 
-def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a launch has the same meaning here as torch.matmul; tensors: the epilogue's.
+def check_devices(**tensors: torch.Tensor | None) -> None:
+    """Raises ProblemError for tensors that are not all on one device."""
+    places = {name: each.device for name, each in tensors.items() if each is not None}
+    if len(set(places.values())) > 1:
+        shown = ", ".join(f"{name} on {place}" for name, place in places.items())
+        raise ProblemError(f"{shown.replace(' on ', ' is on ', 1)}; give all on one device")
 
-    It does not under autograd (which `autograd.Product` handles), forward-mode AD, functorch transforms,
-    dispatch modes (fake tensors, FLOP counters), tracing, or when deterministic algorithms are asked for.
+
+def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a launch has the same meaning here as torch.matmul: as `are_plain`, but for classes, and
+    without gradients, which `autograd.Product` handles. tensors: the epilogue's. Spelled out: a call would
+    cost every call of a new key and every fused MLP.
     """
     for tensor in tensors:
         if (tensor.requires_grad and grad_enabled()) or is_lazy(tensor):
@@ -79,6 +90,34 @@ def is_ordinary(a: torch.Tensor, b: torch.Tensor, tensors: Sequence[torch.Tensor
         and not tracing()
         and forward_ad._current_level < 0
         and not (a.is_neg() or b.is_neg() or a._is_zerotensor() or b._is_zerotensor())  # see `is_lazy`
+    )
+
+
+def are_plain(*operands: torch.Tensor | None) -> bool:
+    """Whether kernels may compute a call with these operands: no subclasses, no modes (fake tensors, FLOP
+    counters), transforms, forward-mode AD or tracing, and no request for deterministic algorithms."""
+    for each in operands:  # at each call: a generator would take as long again
+        if each is not None and type(each) not in PLAIN:
+            return False
+    return not (
+        deterministic()
+        or dispatch_modes()
+        or functorch_level() is not None
+        or tracing()
+        or forward_ad._current_level >= 0
+        or (function_modes() and are_functions_watched())
+    )
+
+
+def has_gradient(*operands: torch.Tensor | None) -> bool:
+    """Whether the product of these operands needs a gradient."""
+    return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
+
+
+def are_torchs(*operands: torch.Tensor | None) -> bool:
+    """Whether no subclass gives operands of a traced call a meaning of its own."""
+    return torch.compiler.is_exporting() or all(
+        each is None or type(each) in PLAIN or isinstance(each, FakeTensor) for each in operands
     )
 
 
@@ -187,3 +226,14 @@ def tf32_allowed() -> bool:
 
 def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are known now: not in traced code, nor during a graph capture."""
+    return not (
+        tensor.device.type == "meta"
+        or dispatch_modes()
+        or functorch_level() is not None
+        or tracing()
+        or capturing(tensor.device)
+    )

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from tunegemm.choose.operators import OPERATORS, SCALES
-from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Call, form_of
-from tunegemm.dispatch.guards import num_elements, rank
+from tunegemm.dispatch.guards import PLAIN, num_elements, rank
 
 #: Values of ATen's ScalingType (ATen/BlasBackend.h); those of blocks are 1x32, 1x128 and 128x128.
 _TENSOR_WISE, _ROW_WISE, _NARROW, _LINES, _BLOCKS = 0, 1, 3, 4, 5

@@ -18,9 +18,10 @@ import tunegemm
 from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import normalize_dtype
 from tunegemm.dispatch import api, extension
-from tunegemm.dispatch.autograd import DTYPES, PLAIN
+from tunegemm.dispatch.autograd import DTYPES
 from tunegemm.dispatch.extension import LaunchCache
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, Form, form_of
+from tunegemm.dispatch.guards import PLAIN
 from tunegemm.dispatch.library import scale_steps
 from tunegemm.errors import one_line
 from tunegemm.generate.blocks import BLOCK

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch.extension import is_hopper
+from tunegemm.dispatch.guards import are_plain, has_gradient
 from tunegemm.generate.blocks import BLOCK
-from tunegemm.groups import grouped
 from tunegemm.groups.gated_experts import experts
 from tunegemm.groups.quantize import quantize
 from tunegemm.groups.routing import Gate
@@ -71,7 +71,7 @@ def is_served(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block_
         and tuple(block_size) == (BLOCK, BLOCK)
         and x.dtype is torch.bfloat16
         and x.numel() > 0
-        and not grouped.has_gradient(x)
+        and not has_gradient(x)
     )
 
 
@@ -103,7 +103,7 @@ def fp8_experts_forward(
     if (
         not layer.has_gate
         or layer.activation_scheme != "dynamic"
-        or grouped.has_gradient(top_k_weights)
+        or has_gradient(top_k_weights)
         or not is_served(hidden_states, layer.gate_up_proj, layer.gate_up_proj_scale_inv, layer.block_size)
     ):
         return finegrained_fp8.fp8_grouped_mm_experts_forward(layer, *given)
@@ -177,7 +177,7 @@ equal_gates: dict[tuple[type, Gate], bool] = {}
 def _are_equal(layer: Any, gate: Gate) -> bool:
     """Whether a gate computes the same as a layer's own, tested on some numbers once for each class."""
     key = type(layer), gate
-    if key not in equal_gates and grouped.are_plain():
+    if key not in equal_gates and are_plain():
         numbers = torch.linspace(-3 * gate.limit, 3 * gate.limit, 64, device="cpu").view(2, 32)
         try:
             equal_gates[key] = torch.allclose(layer._apply_gate(numbers), gate(numbers))

@@ -11,13 +11,13 @@ import torch
 
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import check_dtype
-from tunegemm.dispatch.guards import rank
+from tunegemm.dispatch.guards import are_plain, check_devices, has_gradient, has_values, rank
 from tunegemm.dispatch.library import in_fp32
 from tunegemm.errors import ProblemError
 from tunegemm.generate import block_groups
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.groups import grouped
-from tunegemm.groups.grouped import are_plain, check_devices, check_ends, has_gradient, has_values
+from tunegemm.groups.grouped import check_ends
 from tunegemm.model.block_groups import choose, invariant
 
 _FP8 = torch.float8_e4m3fn

@@ -11,7 +11,16 @@ from torch._subclasses.fake_tensor import is_fake
 from tunegemm.describe.epilogue import GATE_OF, GATED
 from tunegemm.dispatch import extension
 from tunegemm.dispatch.forms import ACTIVATIONS, Activation
-from tunegemm.dispatch.guards import any_autocast, capturing, check_tensors, is_transformed
+from tunegemm.dispatch.guards import (
+    any_autocast,
+    are_plain,
+    capturing,
+    check_devices,
+    check_tensors,
+    has_gradient,
+    has_values,
+    is_transformed,
+)
 from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
@@ -125,7 +134,7 @@ def _layer(
     operands = x, gate_up, down, index, weights, gate_up_bias, down_bias, gate_up_scale, down_scale
     compiling = torch.compiler.is_compiling()
     # Without gradients, modes and transforms: checked once, not at each product.
-    plain = not compiling and grouped.are_plain(*operands) and not grouped.has_gradient(*operands)
+    plain = not compiling and are_plain(*operands) and not has_gradient(*operands)
     if elsewhere and torch.is_grad_enabled() and type(activation) is not Gate and callable(activation):
         plain = False  # rows of other processes would reach the gradients of the function's parameters
     traced = compiling or (not plain and is_fake(x))  # fake: of the operator below, if it needs a gradient
@@ -144,7 +153,7 @@ def _layer(
     if routed is not None:
         rows, order, ends = routed
     else:
-        grouped.check_devices(x=x, gate_up=gate_up, down=down, index=index, weights=weights)
+        check_devices(x=x, gate_up=gate_up, down=down, index=index, weights=weights)
         if elsewhere:  # so that numbers below 0 sort with the other ones outside this process
             index = index.masked_fill(index < 0, count)
         ids, order = index.reshape(-1).sort()
@@ -169,7 +178,7 @@ def _layer(
         if combined is not None:
             return combined if combined.dtype is x.dtype else combined.to(x.dtype)
         if routed is not None:  # the `combine` kernel is not available
-            grouped.check_devices(x=x, weights=weights)
+            check_devices(x=x, weights=weights)
             order = _inverse(place.long(), plain)
             nobodys = (torch.arange(order.shape[0], device=x.device) >= ends[-1])[:, None]
     if nobodys is not None:
@@ -202,7 +211,7 @@ def _by_rows(
             both = otherwise(rows, gate_up.mT, offs=ends, bias=gate_up_bias)
         inner = _gate(both, activation, interleaved, around, nobodys)
         _check_inner(inner, both, activation, (both.dtype,))
-        if plain and grouped.has_gradient(inner):  # the function has parameters
+        if plain and has_gradient(inner):  # the function has parameters
             plain, otherwise = False, grouped_mm
         if nobodys is not None and inner.requires_grad:  # its gradient is uninitialized there
             inner = inner.masked_fill(nobodys, 0)
@@ -224,7 +233,7 @@ def _by_blocks(
     else:
         inner = _gate(both, activation, interleaved, around)
         _check_inner(inner, both, activation, _FLOATS)
-        if grouped.has_gradient(inner):
+        if has_gradient(inner):
             raise ProblemError("activation returned a gradient; block scales have no gradient: detach() it")
         values, scales = quantize(inner)
     return scaled_grouped_mm(values, down.mT, scales, down_scale.mT, ends, None)
@@ -286,7 +295,7 @@ def _inverse(order: torch.Tensor, plain: bool) -> torch.Tensor:
 
 def _combined(result: torch.Tensor, order: torch.Tensor, weights: torch.Tensor, plain: bool) -> torch.Tensor:
     """Weight rows in the experts' order and add them up for each token, in fp32."""
-    if torch.compiler.is_compiling() or is_transformed() or grouped.has_gradient(result, weights):
+    if torch.compiler.is_compiling() or is_transformed() or has_gradient(result, weights):
         # The gradient of `index_put_` is a lookup; the gradient of a lookup would have to add rows up.
         of_tokens = torch.empty_like(result).index_put_((order,), result).view(*weights.shape, -1)
         # Of weights in another order, torch (2.13) traces a gradient that cannot be viewed.
@@ -360,7 +369,7 @@ def _check_blocks(
             if is_tensor:
                 wrong = f"{tuple(scale.shape)} {scale.dtype}"
             raise ProblemError(f"{name}_scale is {wrong}; give {shape} torch.float32")
-    if grouped.has_gradient(x, gate_up, down, gate_up_scale, down_scale):
+    if has_gradient(x, gate_up, down, gate_up_scale, down_scale):
         raise ProblemError(
             "experts with block scales have no gradient; detach() the operands, or use no_grad()"
         )
@@ -378,7 +387,7 @@ def _check_inner(inner: Any, both: torch.Tensor, activation: Any, dtypes: Sequen
 
 def check_index(index: torch.Tensor, count: int) -> None:
     """Check expert numbers. Waits for the device. Raises ProblemError if a number names no expert."""
-    if not index.numel() or not grouped.has_values(index):
+    if not index.numel() or not has_values(index):
         return
     least, most = (int(each) for each in index.aminmax())
     if least < 0 or most >= count:
@@ -403,7 +412,7 @@ def _compute(*arguments: Any) -> torch.Tensor:
 
 def _above_autograd(keyset: Any, *arguments: Any) -> torch.Tensor:
     """Compute it below autograd, or by operators with derivatives if it needs a gradient."""
-    if is_transformed() or grouped.has_gradient(*arguments[:_TENSORS]):
+    if is_transformed() or has_gradient(*arguments[:_TENSORS]):
         return _compute(*arguments)
     operator = torch.ops.tunegemm.experts.default
     return extension.without_derivative(operator, _compute, keyset, *arguments)

@@ -13,24 +13,21 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
-from torch.autograd import forward_ad
 
 from tunegemm.choose.policies import read_switch
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.autograd import PLAIN, are_torchs
 from tunegemm.dispatch.forms import ALIGNMENT
 from tunegemm.dispatch.guards import (
-    are_functions_watched,
-    capturing,
+    are_plain,
+    are_torchs,
+    check_devices,
     deterministic,
-    dispatch_modes,
-    function_modes,
-    functorch_level,
     grad_enabled,
+    has_gradient,
+    has_values,
     is_transformed,
     rank,
-    tracing,
 )
 from tunegemm.errors import ArtifactError, ProblemError, TunegemmError
 from tunegemm.generate import along_k
@@ -250,26 +247,6 @@ def _choice_for(a: Any, b: Any, offs: Any, gate: str) -> GroupedChoice | AlongKC
     return GroupedChoice(config, *kernels.launch_arguments(record.candidate))
 
 
-def are_plain(*operands: torch.Tensor | None) -> bool:
-    """Whether kernels may compute a call with these operands: no subclasses, no modes, no transforms."""
-    for each in operands:  # at each call: a generator would take as long again
-        if each is not None and type(each) not in PLAIN:
-            return False
-    return not (
-        deterministic()
-        or dispatch_modes()
-        or functorch_level() is not None
-        or tracing()
-        or forward_ad._current_level >= 0
-        or (function_modes() and are_functions_watched())
-    )
-
-
-def has_gradient(*operands: torch.Tensor | None) -> bool:
-    """Whether the product of these operands needs a gradient."""
-    return grad_enabled() and any(each is not None and each.requires_grad for each in operands)
-
-
 def fits(a: Any, b: Any, offs: Any, bias: Any, *, gated: bool = False, scales: Any = None) -> bool:
     """Whether kernels can read these operands in place. Groups lie along k if b has 2 dimensions."""
     if (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
@@ -330,25 +307,6 @@ def check_ends(offs: torch.Tensor, rows: int) -> None:
                 "sizes.cumsum(0)"
             )
         before = end
-
-
-def check_devices(**tensors: torch.Tensor | None) -> None:
-    """Raises ProblemError for tensors that are not all on one device."""
-    places = {name: each.device for name, each in tensors.items() if each is not None}
-    if len(set(places.values())) > 1:
-        shown = ", ".join(f"{name} on {place}" for name, place in places.items())
-        raise ProblemError(f"{shown.replace(' on ', ' is on ', 1)}; give all on one device")
-
-
-def has_values(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are known now: not in traced code, nor during a graph capture."""
-    return not (
-        tensor.device.type == "meta"
-        or dispatch_modes()
-        or functorch_level() is not None
-        or tracing()
-        or capturing(tensor.device)
-    )
 
 
 def wrong_groups(a: Any, b: Any, offs: Any) -> str:

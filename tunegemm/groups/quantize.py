@@ -7,13 +7,11 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.autograd import are_torchs
-from tunegemm.dispatch.guards import check_tensors, is_transformed
+from tunegemm.dispatch.guards import are_plain, are_torchs, check_tensors, has_gradient, is_transformed
 from tunegemm.errors import ProblemError
 from tunegemm.generate import quantize as kernels
 from tunegemm.generate.quantize import BLOCK, EPSILON, LARGEST, QuantizeConfig
 from tunegemm.generate.takes import TORCHS
-from tunegemm.groups.grouped import are_plain, has_gradient
 
 _FP8 = torch.float8_e4m3fn
 _GATES = (None, "swiglu")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.guards import deterministic
+from tunegemm.dispatch.guards import are_plain, check_devices, deterministic
 from tunegemm.errors import ProblemError
 from tunegemm.groups import block_groups, grouped
 
@@ -56,12 +56,12 @@ def scaled_grouped_mm(
                 "products with block scales support neither bias nor scale_result; apply them afterwards"
             )
         return block_groups.scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype)
-    if not torch.compiler.is_compiling() and grouped.are_plain(a, b, scale_a, scale_b, offs):
+    if not torch.compiler.is_compiling() and are_plain(a, b, scale_a, scale_b, offs):
         served = below_autograd(a, b, scale_a, scale_b, **words)
         if served is not None:
             return extension.undifferentiable("tunegemm.scaled_grouped_mm", served, a, b)
         # Torch reads memory that is not there, and its kernel ignores the stride of offs.
-        grouped.check_devices(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
+        check_devices(a=a, b=b, scale_a=scale_a, scale_b=scale_b, offs=offs)
         words["offs"] = None if offs is None else offs.contiguous()
     return torch._scaled_grouped_mm(a, b, scale_a, scale_b, **words)
 

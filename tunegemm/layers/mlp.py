@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 from tunegemm.dispatch import guards
-from tunegemm.dispatch.autograd import PLAIN
+from tunegemm.dispatch.guards import PLAIN
 from tunegemm.layers import sites
 from tunegemm.torch.linear import TunedLinear, is_replaced
 

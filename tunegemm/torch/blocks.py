@@ -13,15 +13,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tunegemm.dispatch import extension
-from tunegemm.dispatch.autograd import are_torchs
 from tunegemm.dispatch.forms import check_dtype
-from tunegemm.dispatch.guards import functorch_level
+from tunegemm.dispatch.guards import are_plain, are_torchs, check_devices, functorch_level, has_gradient
 from tunegemm.dispatch.launchers import is_apart_from
 from tunegemm.dispatch.library import block_scales, has_scales, in_fp32, takes_fp8
 from tunegemm.errors import ProblemError
 from tunegemm.generate import blocks
 from tunegemm.generate.blocks import BLOCK, NARROW
-from tunegemm.groups.grouped import are_plain, check_devices, has_gradient
 from tunegemm.model.blocks import choose
 
 _FP8, _E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu

@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional as F  # torch.jit.script looks for it here, see `TunedLinear`
 
 from tunegemm.dispatch import api
-from tunegemm.dispatch.autograd import PLAIN
 from tunegemm.dispatch.forms import LINEAR
-from tunegemm.dispatch.guards import grad_enabled, tracing
+from tunegemm.dispatch.guards import PLAIN, grad_enabled, tracing
 from tunegemm.torch import functions
 
 _is_compiling = torch.compiler.is_compiling

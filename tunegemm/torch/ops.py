@@ -23,10 +23,10 @@ from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from tunegemm.dispatch import api
-from tunegemm.dispatch.autograd import DTYPES, PLAIN, are_torchs, differentiably, gradients, is_simple, turned
+from tunegemm.dispatch.autograd import DTYPES, differentiably, gradients, is_simple, turned
 from tunegemm.dispatch.extension import define, library
 from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, MATMUL, Form, form_of, shaped
-from tunegemm.dispatch.guards import is_transformed
+from tunegemm.dispatch.guards import PLAIN, are_torchs, is_transformed
 from tunegemm.dispatch.unfused import unfused
 from tunegemm.torch.lowering import lower
 
