@@ -37,7 +37,7 @@ _FITTED = ("tunegemm/model", "fit/trees.py")
 _FOLDERS = ("benchmarks.", "fit.")
 #: The files and folders that each benchmark measures, besides its own file; `SERVED` for the others.
 MEASURED: dict[str, tuple[str, ...]] = {
-    "blocks": (*SERVED, "tunegemm/groups/block_groups.py", "db/block_groups.toml", _GRAPHS),
+    "blocks": (*SERVED, "tunegemm/groups/scaled_groups.py", "db/block_groups.toml", _GRAPHS),
     "campaign": _TUNED, "choices": _KERNELS, "clients": (*SERVED, _HARNESS), "database": ("tunegemm/store",),
     "dtypes": _TUNED,
     "expert_layers": (*_GROUPS, _GRAPHS), "experts": (*_GROUPS, _GRAPHS), "fixed_tiles": _KERNELS,

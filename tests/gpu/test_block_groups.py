@@ -15,8 +15,8 @@ from tunegemm.generate import block_groups
 from tunegemm.generate.block_groups import BlockGroupKernel
 from tunegemm.generate.block_groups.config import BlockGroupConfig
 from tunegemm.generate.takes import NotTaken
-from tunegemm.groups import block_groups as own
 from tunegemm.groups import quantize
+from tunegemm.groups import scaled_groups as own
 from tunegemm.model.block_groups import listed
 from tunegemm.store import packs
 from tunegemm.store.provided import Provided, provide_blocks

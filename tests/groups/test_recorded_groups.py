@@ -86,7 +86,7 @@ def test_scaled_groups_are_ours_for_plain_calls_outside_of_tracing(
     ours, offs = torch.ones(1), torch.tensor([[8, 0], [16, 0]], dtype=torch.int32)[:, 0]
     asked: list[Any] = []
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    monkeypatch.setattr(scaled_groups.block_groups, "are_of_blocks", lambda *_: False)
+    monkeypatch.setattr(scaled_groups, "are_of_blocks", lambda *_: False)
     monkeypatch.setattr(scaled_groups, "are_plain", lambda *_: plain)
     monkeypatch.setattr(scaled_groups, "below_autograd", lambda *_, **__: ours if served else None)
     monkeypatch.setattr(

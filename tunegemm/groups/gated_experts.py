@@ -25,11 +25,11 @@ from tunegemm.errors import ProblemError
 from tunegemm.generate.blocks import BLOCK
 from tunegemm.generate.routing import MOST_CHOICES
 from tunegemm.groups import grouped, routing
-from tunegemm.groups.block_groups import scaled_grouped_mm
 from tunegemm.groups.grouped import grouped_mm
 from tunegemm.groups.quantize import quantize
 from tunegemm.groups.recorded_groups import GroupedCall
 from tunegemm.groups.routing import SILU, Gate
+from tunegemm.groups.scaled_groups import by_blocks
 
 FP8 = torch.float8_e4m3fn
 _FLOATS = torch.bfloat16, torch.float16, torch.float32
@@ -227,7 +227,7 @@ def _by_blocks(
 ) -> torch.Tensor:  # fmt: skip
     """As `_by_rows`, of fp8 weights with block scales: rows are quantised before each product."""
     values, scales = quantize(rows)
-    both = scaled_grouped_mm(values, gate_up.mT, scales, gate_up_scale.mT, ends, None)
+    both = by_blocks(values, gate_up.mT, scales, gate_up_scale.mT, ends, None)
     if activation == "silu" and not interleaved:
         values, scales = quantize(both, gate="swiglu")
     else:
@@ -236,7 +236,7 @@ def _by_blocks(
         if has_gradient(inner):
             raise ProblemError("activation returned a gradient; block scales have no gradient: detach() it")
         values, scales = quantize(inner)
-    return scaled_grouped_mm(values, down.mT, scales, down_scale.mT, ends, None)
+    return by_blocks(values, down.mT, scales, down_scale.mT, ends, None)
 
 
 #: Multiples of a step, by device, step and count: ends of groups, and positions of rows. Never freed, because
