@@ -262,9 +262,6 @@ def describe(
     where the matrix is a batch of stride 0. Never raises: a call that torch would reject is a Refusal, too.
     torch.matmul takes no 8-bit operands on a GPU: they need an `out_dtype`.
     """
-    for operand in (a, b):
-        if not hasattr(operand, "data_ptr"):
-            return Refusal(f"operand {operand!r:.40} is not a tensor")
     out_dtype = None if form.is_plain else form.out_dtype_of(a)
     if out is not None and out.dtype != form.out_dtype_of(a):
         return Refusal("")
