@@ -412,31 +412,24 @@ def kind_of(
     asked: _Asked, call: Operands | Refusal, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
 ) -> Kind:
     """The problem that dispatch would look up; for torch's calls as much of it as can be described."""
-    steps = asked.form.epilogue.steps
-    words: dict[str, Any] = {
-        "op": asked.op,
-        "bias": "vector" if "bias_n" in steps else "matrix" if "beta_c" in steps else "none",
-        "activation": asked.activation,
-        "device": a.device.type,
-        "epilogue": asked.form.text,
-        "accumulation": asked.form.accumulation,
-    }
-    reason = asked.refusal or _refusal(call)
+    steps, reason = asked.form.epilogue.steps, asked.refusal or _refusal(call)
     if isinstance(call, Operands) and not reason:
-        return Kind(**{name: getattr(call.problem, name) for name in _OF_PROBLEM}, **words)
-    a_major = mode_of(a, "m", "k", "k")
-    b_major = mode_of(b, "k", "n", "k")
+        facts = {name: getattr(call.problem, name) for name in _OF_PROBLEM}
+    else:
+        a_major, b_major = mode_of(a, "m", "k", "k"), mode_of(b, "k", "n", "k")
+        facts = {
+            "m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1], "batch": a.shape[0] if a.ndim == 3 else 1,
+            "in_dtype": dtype_of(a.dtype), "out_dtype": dtype_of(out.dtype),
+            "a_major": a_major, "b_major": b_major, "out_major": mode_of(out, "m", "n", "n"),
+            "alignment": alignment_of(a, b, a_major, b_major),
+        }  # fmt: skip
     return Kind(
-        m=a.shape[-2],
-        n=b.shape[-1],
-        k=a.shape[-1],
-        batch=a.shape[0] if a.ndim == 3 else 1,
-        in_dtype=dtype_of(a.dtype),
-        out_dtype=dtype_of(out.dtype),
-        a_major=a_major,
-        b_major=b_major,
-        out_major=mode_of(out, "m", "n", "n"),
-        alignment=alignment_of(a, b, a_major, b_major),
+        **facts,
+        op=asked.op,
+        bias="vector" if "bias_n" in steps else "matrix" if "beta_c" in steps else "none",
+        activation=asked.activation,
+        device=a.device.type,
+        epilogue=asked.form.text,
+        accumulation=asked.form.accumulation,
         refusal=reason,
-        **words,
     )
