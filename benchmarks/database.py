@@ -38,7 +38,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import document_of
 from tunegemm.measure.evidence import FINAL, SCREEN
 from tunegemm.measure.outcome import Measurement
-from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard
+from tunegemm.report.leaderboard import Leaderboard
 from tunegemm.store import Database
 from tunegemm.store.codec import encode_outcome
 from tunegemm.store.models import Base
@@ -141,8 +141,8 @@ def scale(path: Path) -> list[dict[str, Any]]:
     built_s = time.perf_counter() - begin
     size = path.stat().st_size
     with Database.open(path, read_only=True) as database:
-        board = Leaderboard.best_of_all(latest_records(database, VENDOR_FAMILY))
-        leaderboard_s = _median_s(lambda: Leaderboard.best_of_all(latest_records(database, VENDOR_FAMILY)))
+        board = Leaderboard.best_of_all(latest_records(database))
+        leaderboard_s = _median_s(lambda: Leaderboard.best_of_all(latest_records(database)))
         records = len(database.lookup())
         snapshot_s = _median_s(database.lookup)
     rows = {"measurements": count, "records": records, "problems": SHAPES}

@@ -311,38 +311,25 @@ class TestStored:
         database.confirm(PROBLEM, DEVICE, measurement(1.10, 128), label="pp")
         database.publish(PROBLEM, DEVICE, measurement(1.04, 7, family="cublaslt"), label="a66")
         database.publish(SMALL, DEVICE, measurement(0.95, 64), label="slow")
-        database.publish(SMALL, DEVICE, measurement(0.97, 8, family="cublaslt"), label="a67")
         board = Leaderboard.summary(database.frame())
         small, large = board.as_dict()["rows"]
-        assert (large["problem"], large["candidate"], large["best_vendor"]) == (str(PROBLEM), "pp", "a66")
-        assert (large["ratio_to_torch_mm"], large["best_vendor_ratio"]) == (1.1, 1.04)
-        # Where nothing beats torch.mm, torch.mm is the best, and the best of the vendor's.
-        assert (small["problem"], small["candidate"], small["best_vendor"]) == (
-            str(SMALL),
-            "torch.mm",
-            "torch.mm",
-        )
-        assert "Geometric mean over 2 rows, to torch.mm: 1.049. " in board.note
+        assert (large["problem"], large["candidate"]) == (str(PROBLEM), "pp")
+        assert large["ratio_to_torch_mm"] == 1.1
+        # Where nothing beats torch.mm, torch.mm is the best.
+        assert (small["problem"], small["candidate"]) == (str(SMALL), "torch.mm")
+        assert board.note == "Geometric mean over 2 rows, to torch.mm: 1.049."
         for format in ("table", "csv", "md"):
             assert "4096x4096x4096 bf16 tn" in board.render(format, top=1)
 
-    def test_the_vendors_best_is_of_what_had_the_chip_to_itself(self, database: Database) -> None:
+    def test_the_best_is_of_what_had_the_chip_to_itself(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.06, 9, family="cublaslt"), label="hungry")
-        database.publish(
-            PROBLEM, DEVICE, measurement(1.01, 7, family="cublaslt"), label="a66", method="steady_final"
-        )
         database.publish(PROBLEM, DEVICE, measurement(1.03, 128), label="pp", method="steady_final")
-        (row,) = Leaderboard.summary(database.frame()).as_dict()["rows"]
-        assert (row["candidate"], row["best_vendor"], row["best_vendor_ratio"]) == ("pp", "a66", 1.01)
-        (row,) = Leaderboard.best_of_all(latest_records(database, "cublaslt")).as_dict()["rows"]
-        assert (row["best_vendor"], row["best_vendor_ratio"]) == ("a66", 1.01)
-
-    def test_the_vendors_best_is_shown_where_half_of_the_products_have_one(self, database: Database) -> None:
-        database.publish(PROBLEM, DEVICE, measurement(1.04, 7, family="cublaslt"), label="a66")
-        for shape, shown in ((SMALL, True), (Problem.parse("64x64x64"), False)):
-            database.publish(shape, DEVICE, measurement(1.2, 64), label="pp")
-            rows = Leaderboard.summary(database.frame()).as_dict()["rows"]
-            assert ["best_vendor" in row for row in rows] == [shown] * len(rows)
+        for board in (
+            Leaderboard.summary(database.frame()),
+            Leaderboard.best_of_all(latest_records(database)),
+        ):
+            (row,) = board.as_dict()["rows"]
+            assert (row["candidate"], row["ratio_to_torch_mm"]) == ("pp", 1.03)
 
     def test_an_empty_summary(self, database: Database) -> None:
         board = Leaderboard.summary(database.frame())
@@ -364,13 +351,9 @@ class TestStored:
         with Database.open(tmp_path / "shipped.sqlite", create=True) as database:
             for problem in (Problem.parse("8x8x8"), SMALL, PROBLEM):
                 database.confirm(problem, DEVICE, measurement(1.3, 64))
-            vendors = measurement(1.4, 7, family="cublaslt")
-            database.confirm(Problem.parse("16x8x8"), DEVICE, vendors, label="a66")
+            database.confirm(Problem.parse("16x8x8"), DEVICE, measurement(1.4, 7, family="cublaslt"))
             write_records(latest_confirmed(database.records()), tmp_path / "records")
         frame, warnings = of_all_layers(lambda database: database.frame())
         assert not warnings and "_layer" not in frame
         found = sorted(zip(frame["m"], frame["ratio"].round(2), strict=True))
         assert found == [(8, 1.3), (16, 1.4), (64, 1.19), (64, 1.2), (4096, 1.09), (4096, 1.1)]
-        shipped = frame[frame["m"] < 64].set_index("m")
-        assert shipped.loc[16, ["vendor_label", "vendor_ratio"]].to_list() == ["a66", pytest.approx(1.4)]
-        assert shipped.loc[8, ["vendor_label", "vendor_ratio"]].isna().all()

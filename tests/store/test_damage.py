@@ -70,7 +70,7 @@ READERS: dict[str, Read] = {
     "related": _related,
     "problems": lambda d: d.problems(),
     "frame": lambda d: d.frame(),
-    "latest_records": lambda d: latest_records(d, "cublaslt"),
+    "latest_records": latest_records,
     "report": _report,
     "latest_device": queries.latest_device,
     "device_names": queries.device_names,

@@ -11,12 +11,11 @@ import pytest
 
 from tests.store.test_database import DEVICE, FINGERPRINT, KERNEL, PROBLEM, measurement
 from tests.support.commands import printed as run
-from tests.support.stores import damage
 from tunegemm.describe.device import Device
 from tunegemm.describe.space import Candidate
 from tunegemm.measure.evidence import QUALIFYING, STEADY_FINAL, leaders
 from tunegemm.measure.outcome import Measurement
-from tunegemm.store import Database, Record, queries
+from tunegemm.store import Database, Record
 from tunegemm.store.history import Change, changes, compare, related, seeds
 
 OTHER = KERNEL.with_launch(swizzle_size=8)
@@ -168,27 +167,6 @@ class TestCommands:
         ):
             _, err = run(*arguments, code=2)
             assert named in err and err.count("\n") == 1, err
-
-
-def test_ones_own_measurement_of_the_library_counts_before_an_imported_one(tmp_path: Path) -> None:
-    problem, library = PROBLEM, Candidate.make("cublaslt", {"algorithm": "cublaslt"})
-    location = tmp_path / "own.sqlite"
-
-    def measured(candidate: Candidate, ratio: float) -> Measurement:
-        return Measurement(candidate, (10.0,) * 3, (10.0 * ratio,) * 3, 1e-3, 0.0)
-
-    with Database.open(location, create=True) as database:
-        database.publish(
-            problem, DEVICE, measured(Candidate.make("cute_sm90", {"tile_m": 1}), 1.5), label="a"
-        )
-        for ratio in (1.0, 1.25):
-            database.publish(problem, DEVICE, measured(library, ratio), label="library")
-    damage(location, "UPDATE measurements SET origin = 'elsewhere' WHERE ratio > 1.2 AND ratio < 1.3")
-    with Database.open(location) as database:
-        frame = queries.latest_records(database, "cublaslt")
-    assert frame["vendor_ratio"].tolist() == [pytest.approx(1.0)] and frame["ratio"].tolist() == [
-        pytest.approx(1.5)
-    ]
 
 
 def test_intervals_that_touch_are_no_change() -> None:

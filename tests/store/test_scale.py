@@ -46,13 +46,13 @@ class TestLeaders(Store):
         return database
 
     def test_they_say_what_the_summary_of_everything_says(self, filled: Database) -> None:
-        narrow = Leaderboard.best_of_all(latest_records(filled, VENDOR_FAMILY))
+        narrow = Leaderboard.best_of_all(latest_records(filled))
         whole = Leaderboard.summary(filled.frame())
         assert_frame_equal(narrow.frame, whole.frame, check_dtype=False, check_exact=False)
         assert (narrow.title, narrow.note) == (whole.title, whole.note)
 
     def test_an_empty_database(self, database: Database) -> None:
-        board = Leaderboard.best_of_all(latest_records(database, VENDOR_FAMILY))
+        board = Leaderboard.best_of_all(latest_records(database))
         assert board.frame.empty and "There are no measurements" in board.render("table")
 
     def test_the_lookup_has_what_the_records_have(self, filled: Database) -> None:

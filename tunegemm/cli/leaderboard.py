@@ -60,7 +60,7 @@ def command(
         raise arguments.UsageError(
             f"--sort {sort} with --shape: a shape's kernels are always sorted by evidence; leave out --sort"
         )
-    from tunegemm.report.leaderboard import VENDOR_FAMILY, Leaderboard, of_all_layers, problems_of
+    from tunegemm.report.leaderboard import Leaderboard, of_all_layers, problems_of
     from tunegemm.store import Database
     from tunegemm.store.queries import latest_records
 
@@ -69,7 +69,7 @@ def command(
 
     def read(database: Database) -> pandas.DataFrame:
         if narrow:
-            return latest_records(database, VENDOR_FAMILY)
+            return latest_records(database)
         chosen = [problem for problem in database.problems() if wanted(problem)]
         return database.frame(chosen[0] if len(chosen) == 1 else None)
 

@@ -62,8 +62,6 @@ COLUMNS: Mapping[str, tuple[str, int | None]] = {
     "tflops": ("TFLOP/s", 1),
     "percent_of_roofline": ("% of roofline", 1),
     "spread_percent": ("spread %", 1),
-    "best_vendor": ("best of vendor", None),
-    "best_vendor_ratio": ("vendor ratio", 3),
     "family": ("family", None),
     "device": ("device", None),
 }
@@ -75,13 +73,10 @@ SORTS: Mapping[str, tuple[str, bool]] = {
 
 #: Columns that a narrow terminal omits, in this order, so that candidates stay readable: the title names the
 #: device, the label shows the family, and the other figures follow from those that stay.
-_DISPENSABLE = (
-    "family", "best_vendor", "spread_percent", "percent_of_roofline", "tflops", "best_vendor_ratio",
-    "torch_mm_us", "device",
-)  # fmt: skip
+_DISPENSABLE = ("family", "spread_percent", "percent_of_roofline", "tflops", "torch_mm_us", "device")
 
 #: Text wider than this may fold at its spaces before a column is left out.
-_READABLE = {"candidate": 36, "problem": 16, "best_vendor": 24}
+_READABLE = {"candidate": 36, "problem": 16}
 
 
 @dataclass(frozen=True)
@@ -186,24 +181,13 @@ class Leaderboard:
 
     @classmethod
     def summary(cls, frame: pandas.DataFrame) -> Leaderboard:
-        """The best candidate of every problem in `Database.frame`, beside the vendor's best.
-
-        `best_vendor_ratio` is at least 1, the ratio of torch.mm itself, and missing if none of the vendor's
-        algorithms was measured. The note has the geometric means.
-        """
+        """The best candidate of every problem in `Database.frame`. The note has the geometric mean."""
         ordered = by_evidence(_newest(frame), "ratio", first="confirmed")
-        vendor = ordered[ordered["family"] == VENDOR_FAMILY].drop_duplicates(_PLACE, keep="last")
-        vendor = vendor.assign(vendor_label=vendor["label"], vendor_ratio=vendor["ratio"])
-        best = ordered.drop_duplicates(_PLACE, keep="last")
-        best = best.drop(columns=["vendor_label", "vendor_ratio"], errors="ignore")  # of shipped records
-        return cls.best_of_all(best.merge(vendor[[*_PLACE, "vendor_label", "vendor_ratio"]], "left", _PLACE))
+        return cls.best_of_all(ordered.drop_duplicates(_PLACE, keep="last"))
 
     @classmethod
     def best_of_all(cls, leaders: pandas.DataFrame) -> Leaderboard:
-        """As `summary`, from rows of `store.queries.latest_records`, which have one per problem and device.
-
-        The vendor's columns are left out if most of their cells would be empty.
-        """
+        """As `summary`, from the rows of `store.queries.latest_records`: one per problem and device."""
         result = leaders.sort_values(_PLACE, kind="stable")
         known = functools.cache(problem_of)
         problems = [known(*fields) for fields in result[_PROBLEM_FIELDS].itertuples(index=False, name=None)]
@@ -213,9 +197,8 @@ class Leaderboard:
             devices[name].roofline_us(problem) or math.nan
             for problem, name in zip(problems, result["device_name"], strict=True)
         ]
-        # If nothing beat torch.mm, it is the best, and the vendor's best is at least that.
+        # If nothing beat torch.mm, it is the best.
         lost = ~result["confirmed"] & (result["ratio"] < 1)
-        vendor_lost = result["vendor_ratio"] < 1
         median_us = result["median_us"].where(~lost, result["baseline_median_us"])
         label = result["label"].where(result["label"] != "", result["family"] + " " + result["candidate"])
         table = result.assign(
@@ -229,14 +212,9 @@ class Leaderboard:
             spread_percent=100 * result["spread"].where(~lost, result["baseline_spread"]),
             family=result["family"].where(~lost, VENDOR_FAMILY),
             device=result["device_name"],
-            best_vendor=result["vendor_label"].where(~vendor_lost, BASELINE),
-            best_vendor_ratio=result["vendor_ratio"].where(~vendor_lost, 1.0),
         )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
         title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
-        note = _mean_note(table)
-        if not table["best_vendor_ratio"].notna().mean() >= 0.5:  # or of no rows, where it is not a number
-            table = table.drop(columns=["best_vendor", "best_vendor_ratio"])
-        return cls(title, "measured", note, table)
+        return cls(title, "measured", _mean_note(table), table)
 
     def top(self, count: int | None) -> Leaderboard:
         """The first `count` rows per device, and the baseline's row wherever it is; all rows for None."""
@@ -344,15 +322,9 @@ def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.
 
     records, warnings = read_shipped()
     shipped = of_records(sorted(records, key=lambda record: record.measured_at))
-    vendor = shipped["family"] == VENDOR_FAMILY
     # Of each problem and device, those of the toolchain that was measured last.
-    shipped = shipped.assign(
-        origin="",
-        spread=math.nan,
-        baseline_spread=math.nan,
-        vendor_label=shipped["label"].where(vendor),
-        vendor_ratio=shipped["ratio"].where(vendor),
-    ).drop_duplicates(_PLACE, keep="last")
+    shipped = shipped.assign(origin="", spread=math.nan, baseline_spread=math.nan)
+    shipped = shipped.drop_duplicates(_PLACE, keep="last")
     frames = [shipped, *of_databases(read, warnings)]
     numbered = [frame.assign(_layer=number) for number, frame in enumerate(frames) if len(frame)]
     if not numbered:
@@ -366,7 +338,7 @@ _PROBLEM_FIELDS = list(FIELDS)
 _PLACE = [*_PROBLEM_FIELDS, "device_name"]
 _SUMMARY_COLUMNS = (
     "problem", "ratio_to_torch_mm", "candidate", "median_us", "torch_mm_us", "tflops", "percent_of_roofline",
-    "spread_percent", "family", "device", "best_vendor", "best_vendor_ratio",
+    "spread_percent", "family", "device",
 )  # fmt: skip
 
 
@@ -513,12 +485,7 @@ def _mean_note(table: pandas.DataFrame) -> str:
     if table.empty:
         return _NOTHING
     mean = geometric_mean(table["ratio_to_torch_mm"])
-    note = f"Geometric mean over {len(table):,} rows, to torch.mm: {mean:.3f}."
-    vendors = table["best_vendor_ratio"].dropna()
-    if vendors.empty:
-        return f"{note} The vendor's other algorithms were not measured."
-    which = "each row" if len(vendors) == len(table) else f"the {len(vendors)} rows where one was measured"
-    return f"{note} The best of the vendor's algorithms on {which}: {geometric_mean(vendors):.3f}."
+    return f"Geometric mean over {len(table):,} rows, to torch.mm: {mean:.3f}."
 
 
 def _cell(name: str, row: Mapping[Any, Any]) -> str:

@@ -167,7 +167,7 @@ class MeasurementRow(Base):
         CheckConstraint("median_us > 0", name="median_us"),
         CheckConstraint("baseline_median_us > 0", name="baseline_median_us"),
         Index(None, "problem_id", "fingerprint_id", "candidate_id"),
-        # A leaderboard compares the vendor's few candidates by this index, and so reads no other rows.
+        # The leaderboard of version 0.1 read by this index; the next revision of the schema may drop it.
         Index(
             *("ix_measurements_compared", "candidate_id", "fingerprint_id", "problem_id"),
             *("policy", "origin", "ratio"),
