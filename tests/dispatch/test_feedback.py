@@ -36,7 +36,6 @@ from tunegemm.dispatch.background import OnlineTuning, wait_until_idle
 from tunegemm.dispatch.launchers import TORCH, Prepared
 from tunegemm.errors import DeviceError, MeasureError, TunegemmWarning
 from tunegemm.generate.cublaslt import TORCH_MM
-from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.measure.settings import RaceSettings
 from tunegemm.report.explain import explain_problem
 from tunegemm.store import Database
@@ -111,9 +110,6 @@ def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], da
     assert found.outcome == "hit" and found.options[0].candidate == first.record.candidate
     none, why = predictions(read_snapshot(), problem_of(), DEVICE)
     assert not none and why == f"not predicted: it has a record, {first.record.label}"
-    entries = {entry.candidate: entry for entry in database.measurements(problem_of())}
-    assert entries[first.record.candidate].telemetry[PREDICTED_RATIO] == first.expected
-    assert PREDICTED_RATIO not in entries[TORCH_MM].telemetry
 
 
 @pytest.mark.slow
@@ -131,7 +127,6 @@ def test_what_lost_falls_back_in_a_new_process(
     }, "what was measured is kept"
     after = here("explain", "--shape", shape, "--device", "model:h200").stdout
     assert "dispatch  torch.mm: 10.0 us, the fastest" in after
-    assert "x torch.mm was predicted, 0.960 measured in an interleaved race: it lost" in after
     program = (
         "import torch; from tests.dispatch.test_feedback import *; from tests.support.serving import *\n"
         "from tunegemm.dispatch.planning import Planner\n"
@@ -150,20 +145,14 @@ def test_what_lost_falls_back_in_a_new_process(
     assert done.returncode == 0, done.stderr
 
 
-def test_explain_says_what_was_expected_and_what_was_measured(
+def test_explain_shows_a_prediction_until_it_is_measured(
     race: Callable[[Timed], Feedback], location: Path
 ) -> None:
-    first = predicted()[problem_of()][0]
     device = find_device("model:h200")
-    before = explain_problem(problem_of(), device)
-    assert before.outcome == "predicted" and before.feedback is None and before.asdict()["feedback"] is None
+    assert explain_problem(problem_of(), device).outcome == "predicted"
     race(timed(1.07, 1.02))
     after = explain_problem(problem_of(), device)
     assert after.outcome == "hit" and after.offer is None
-    expected = f"predicted {first.record.label}: {first.expected:.3f} x torch.mm was predicted"
-    assert f"{expected}, 1.070 measured in a final race: it won" in str(after)
-    facts = json.loads(json.dumps(after.asdict()))["feedback"]
-    assert facts["won"] and facts["expected_ratio"] == first.expected
 
 
 def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], database: Database) -> None:
@@ -172,7 +161,6 @@ def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], 
     assert f"measured at 0.960: the record is {second.record.label}, also predicted" in str(feedback)
     record = database.best(problem_of(), DEVICE.fingerprint)
     assert record is not None and record.candidate == second.record.candidate
-    assert "it lost" in str(explain_problem(problem_of(), find_device("model:h200")))
     assert first.record.candidate != second.record.candidate
 
 

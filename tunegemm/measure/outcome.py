@@ -16,8 +16,6 @@ Stage = Literal["compile", "load", "launch", "wrong", "timeout", "crash"]
 
 #: The telemetry key for the milliseconds of a round of steady-state timing; 0 if timing was interleaved.
 STEADY_MS = "turn_ms"
-#: The telemetry key for the candidate's predicted speed relative to torch.mm, if there was a prediction.
-PREDICTED_RATIO = "predicted_ratio"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.generate.tiles import tile_count
 from tunegemm.measure.evidence import STEADY_FINAL, Evidence, leaders
-from tunegemm.measure.outcome import PREDICTED_RATIO
 from tunegemm.model.rank import is_memory_bound
 from tunegemm.report.space import Space
 from tunegemm.report.space import candidate as chosen_candidate
@@ -106,8 +105,6 @@ class Explanation:
     computes, or if the kernel is predicted."""
     offer: Offer | None
     """The expected performance of a kernel that was not measured for this problem: predicted, or near."""
-    feedback: StoredRecord | None
-    """The measurement of a kernel predicted for this problem; None if no such kernel was measured."""
     runner_up: StoredRecord | None
     """The best other measured candidate; None where the database keeps no other measurement of the
     problem, as for shipped records."""
@@ -144,7 +141,7 @@ class Explanation:
             "roofline_tflops", "outcome", "why", "why_not", "change",
         )  # fmt: skip
         facts["ignored"] = list(self.ignored)
-        facts |= dict.fromkeys(("tile", "record", "expected_ratio", "predicted", "feedback", "runner_up"))
+        facts |= dict.fromkeys(("tile", "record", "expected_ratio", "predicted", "runner_up"))
         if self.tile is not None:
             facts["tile"] = asdict(self.tile) | {"candidate": dict(self.tile.candidate.params)}
         if (record := self.record) is not None:
@@ -167,9 +164,6 @@ class Explanation:
                 "least_ratio": offer.bound,
                 "evidence": offer.basis,
             }
-        if (feedback := self.feedback) is not None:
-            facts["feedback"] = _facts(feedback, "label", "ratio", "median_us")
-            facts["feedback"] |= {"expected_ratio": _expected(feedback), "won": feedback.ratio >= 1}
         if (second := self.runner_up) is not None:
             facts["runner_up"] = _facts(second, "label", "ratio", "median_us")
             facts["runner_up"] |= {"family": second.candidate.family, "evidence": _proof(second)}
@@ -231,12 +225,6 @@ class Explanation:
                 yield "evidence", _evidence(record)
                 if skews := over_skews(record.telemetry):
                     yield "", skews
-        if (feedback := self.feedback) is not None:
-            yield (
-                "predicted",
-                f"{feedback.label}: {_expected(feedback):.3f} x torch.mm was predicted, {feedback.ratio:.3f} "
-                f"measured in {_proof(feedback)}: it {'won' if feedback.ratio >= 1 else 'lost'}",
-            )
         if (second := self.runner_up) is not None:
             yield (
                 "runner-up",
@@ -368,7 +356,6 @@ def explain_problem(
         outcome=selection.outcome,
         record=record,
         offer=offer,
-        feedback=_feedback(entries, device),
         runner_up=None if offer and offer.expected is None else _runner_up(record, entries, device),
         why=selection.why if by_table or not (chosen is None or offer) else "",
         why_not=why_not,
@@ -470,20 +457,6 @@ def _runner_up(
         and judge_stored(entry, device.fingerprint).usable
     ]  # fmt: skip
     return next(iter(leaders(others)), None)
-
-
-def _feedback(entries: Sequence[StoredRecord], device: Device) -> StoredRecord | None:
-    """The predicted kernel that was measured; among several the one with the highest prediction, which
-    dispatch would serve.
-    """
-    of_predicted = [e for e in entries if _expected(e) and judge_stored(e, device.fingerprint).usable]
-    return max(leaders(of_predicted), key=_expected, default=None)
-
-
-def _expected(record: StoredRecord) -> float:
-    """Its predicted speed relative to torch.mm; 0 if it was not predicted."""
-    result = record.telemetry.get(PREDICTED_RATIO)
-    return float(result) if isinstance(result, int | float) and 0 < result < 1e6 else 0.0
 
 
 def _proof(record: StoredRecord) -> str:

@@ -23,7 +23,7 @@ from tunegemm.generate import families
 from tunegemm.generate.cublaslt import TORCH_MM, is_torch
 from tunegemm.measure import evidence
 from tunegemm.measure.evidence import Evidence, choose, evidence_of
-from tunegemm.measure.outcome import PREDICTED_RATIO, Failure, Measurement, Outcome
+from tunegemm.measure.outcome import Failure, Measurement, Outcome
 from tunegemm.measure.replay import ReplayDevice
 from tunegemm.measure.settings import SKEWS, Job, RaceSettings
 from tunegemm.measure.statistics import final_choice, slowdown
@@ -97,12 +97,10 @@ class Run:
         seed: int = 0,
         skews: tuple[str, ...] = SKEWS,
         on_progress: Callable[[Progress], None] | None = None,
-        expected: Mapping[Candidate, float] | None = None,
     ) -> None:
         """measurer: None if nothing can be timed. database: publishes outcomes as they come; None if nothing
         is stored. seed: of the operands and of the order of rounds. skews: the divisions over which rows in
-        groups are timed. expected: predicted speeds of candidates relative to torch.mm, which are stored with
-        their measurements.
+        groups are timed.
         """
         self.problem, self.device, self.measurer, self.database = problem, device, measurer, database
         self.stage = "library"
@@ -118,7 +116,6 @@ class Run:
         self._started = time.monotonic()
         self.skews = skews
         self._pool, self._seed, self._on_progress = pool, seed, on_progress
-        self._expected = expected or {}
         self._compiled_before = pool.compiled
         self._ready: set[Candidate] = set()
         self._waiting: list[Future[CompileResult]] = []
@@ -282,9 +279,6 @@ class Run:
         """Yield outcomes as they come, and publish each before yielding it."""
         self.stage = stage
         for outcome in outcomes:
-            if isinstance(outcome, Measurement) and outcome.candidate in self._expected:
-                ratio = self._expected[outcome.candidate]
-                outcome = replace(outcome, telemetry={**outcome.telemetry, PREDICTED_RATIO: ratio})
             self._publish(outcome, evidence_word(outcome, stage))
             self.report()
             yield outcome

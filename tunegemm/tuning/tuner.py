@@ -11,7 +11,7 @@ import importlib
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -264,20 +264,13 @@ class Tuner:
             if result.interrupted:
                 return
 
-    def race(
-        self,
-        problem: Problem,
-        candidates: Sequence[Candidate],
-        *,
-        expected: Mapping[Candidate, float] | None = None,
-    ) -> TuneResult:
+    def race(self, problem: Problem, candidates: Sequence[Candidate]) -> TuneResult:
         """Run only the final race, among these candidates and torch.mm; its winner becomes the record.
 
-        Kernels that the object store lacks are compiled. Infeasible candidates are left out. expected: their
-        predicted speeds relative to torch.mm, which are stored with the measurements. Raises DeviceError if
-        nothing can be timed, ProblemError as `tune` does.
+        Kernels that the object store lacks are compiled. Infeasible candidates are left out. Raises
+        DeviceError if nothing can be timed, ProblemError as `tune` does.
         """
-        run = self._begin(problem, expected=expected)
+        run = self._begin(problem)
         if run.measurer is None:
             raise DeviceError(f"{problem} cannot be timed on {self.device.spec}; use cuda:N")
         try:
@@ -333,12 +326,7 @@ class Tuner:
         measured = measurer.measure(run.problem, jobs, run.of_these_operands(SCREEN))
         return library, list(run.publish_each(measured, "library"))
 
-    def _begin(
-        self,
-        problem: Problem,
-        on_progress: Callable[[Progress], None] | None = None,
-        expected: Mapping[Candidate, float] | None = None,
-    ) -> Run:
+    def _begin(self, problem: Problem, on_progress: Callable[[Progress], None] | None = None) -> Run:
         if (lack := self.device.lacks_memory(problem)) is not None:
             raise ProblemError(f"{lack}; tune a smaller one")
         return Run(
@@ -350,7 +338,6 @@ class Tuner:
             seed=self._seed,
             skews=self._skews,
             on_progress=on_progress,
-            expected=expected,
         )
 
     def _final(self, problem: Problem, effort: Effort) -> RaceSettings:

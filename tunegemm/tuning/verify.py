@@ -177,13 +177,13 @@ def measure(tuner: Tuner, problem: Problem, options: Sequence[Offer]) -> Feedbac
     Kernels that neither ship nor are in the object store are compiled. Raises DeviceError if nothing can be
     timed, MeasureError if none of the kernels can run.
     """
-    expected = {option.record.candidate: option.expected or 0.0 for option in options}
-    runs = [candidate for candidate in expected if tuner.kernels.is_feasible(problem, candidate)]
+    predicted = (option.record.candidate for option in options)
+    runs = [candidate for candidate in predicted if tuner.kernels.is_feasible(problem, candidate)]
     if not runs:  # a race of torch.mm alone would make it the record
         raise MeasureError(
             f"{problem}: {options[0].record.label} was predicted but cannot run here; leave this shape out"
         )
-    return Feedback(options[0], tuner.race(problem, runs, expected=expected))
+    return Feedback(options[0], tuner.race(problem, runs))
 
 
 Measure = Callable[[Problem, Sequence[Offer], float], TuneResult | None]
