@@ -15,10 +15,10 @@ from tunegemm.describe.architectures import PARTS
 from tunegemm.describe.device import Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.errors import TunegemmError
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import winner
 from tunegemm.report.leaderboard import Leaderboard, of_all_layers
+from tunegemm.report.text import to_json
 from tunegemm.store import Database
 from tunegemm.store.locations import user_location
 from tunegemm.store.queries import latest_records
@@ -51,6 +51,11 @@ def labels(*outcomes: Measurement | Failure) -> dict[str, str]:
 def database(tmp_path: Path) -> Iterator[Database]:
     with Database.open(tmp_path / "t.sqlite", create=True) as database:
         yield database
+
+
+def texts(board: Leaderboard, top: int | None = None) -> list[str]:
+    """The board in every format."""
+    return [board.plain(top), board.markdown(top), board.csv(top), to_json(board.as_dict(top))]
 
 
 def ranks(board: Leaderboard) -> list[tuple[int, bool, str]]:
@@ -88,7 +93,7 @@ class TestRanking:
         assert ranks(board) == [
             (1, True, "n1"), (1, True, "n2"), (3, False, "n3"), (4, False, "torch.mm"), (5, False, "n4"),
         ]  # fmt: skip
-        assert "1=" in board.render("md")
+        assert "1=" in board.markdown()
 
     def test_a_winner_among_ties_is_marked_as_one_of_them(self) -> None:
         # A noise under the floor is luck: of two within the floor the cheaper one wins, and comes first.
@@ -142,26 +147,18 @@ class TestRanking:
         board = Leaderboard.from_outcomes(PROBLEM, device, [measurement(1.05, 128)])
         assert board.frame["percent_of_roofline"].isna().all()
         assert board.as_dict()["rows"][0]["percent_of_roofline"] is None
-        assert (
-            "nan"
-            not in board.render("table")
-            + board.render("md")
-            + board.render("csv")
-            + board.render("json").lower()
-        )
+        assert not any("nan" in text.lower() for text in texts(board))
 
     def test_nothing_measured(self) -> None:
         board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [Failure(candidate(64), "compile", "spills")])
         assert board.frame.empty
-        for format in ("table", "csv", "json", "md"):
-            assert board.render(format, top=3)
+        assert all(texts(board, 3))
 
 
 class TestSources:
     def test_replayed_says_so_everywhere(self) -> None:
         board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [measurement(1.05, 128)], source="replayed")
-        for format in ("table", "md", "json"):
-            text = board.render(format)
+        for text in (board.plain(), board.markdown(), to_json(board.as_dict())):
             assert "Replayed from a recording of NVIDIA H200; nothing was measured here." in text
             assert "Measured" not in text
         assert all(row["source"] == "replayed" for row in csv.DictReader(io.StringIO(board.csv())))
@@ -174,7 +171,7 @@ class TestSources:
             board.frame.columns
         )
         assert board.source == "modelled"
-        assert "Ranked by a model of NVIDIA H200; nothing was timed" in board.render("table")
+        assert "Ranked by a model of NVIDIA H200; nothing was timed" in board.plain()
 
 
 class TestRendering:
@@ -184,7 +181,7 @@ class TestRendering:
         return Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, labels(*outcomes))
 
     def test_table(self, board: Leaderboard) -> None:
-        text = board.render("table")
+        text = board.plain()
         assert "4096x4096x4096 bf16 tn on NVIDIA H200" in text
         row = next(line for line in text.splitlines() if "n128" in line)
         assert row.replace("│", " ").split() == [
@@ -192,7 +189,7 @@ class TestRendering:
         ]  # fmt: skip
 
     def test_markdown(self, board: Leaderboard) -> None:
-        lines = board.render("md").splitlines()
+        lines = board.markdown().splitlines()
         assert lines[0] == "**4096x4096x4096 bf16 tn on NVIDIA H200**"
         assert lines[2].startswith("| rank | ratio to torch.mm | candidate | median us | torch.mm us |")
         assert lines[3].startswith("| ---: | ---: | --- | ---: | ---: |")
@@ -200,7 +197,7 @@ class TestRendering:
         assert lines[8] == ""
 
     def test_json_has_plain_numbers(self, board: Leaderboard) -> None:
-        data = json.loads(board.render("json"))
+        data = json.loads(to_json(board.as_dict()))
         assert data["source"] == "measured"
         first = data["rows"][0]
         assert first["rank"] == 1 and first["tie"] is False and first["chosen"] is False
@@ -208,7 +205,7 @@ class TestRendering:
         assert first["ratio_to_torch_mm"] == 1.05
 
     def test_csv_reads_back(self, board: Leaderboard) -> None:
-        rows = list(csv.DictReader(io.StringIO(board.render("csv"))))
+        rows = list(csv.DictReader(io.StringIO(board.csv())))
         assert [row["candidate"] for row in rows] == ["n128", "n64", "torch.mm", "n32"]
         assert float(rows[0]["tflops"]) == pytest.approx(719.7, rel=1e-3)
 
@@ -256,12 +253,8 @@ class TestRendering:
         board = Leaderboard.from_outcomes(
             PROBLEM, DEVICE, [outcome], {outcome.candidate.digest: "a|b [red]x"}
         )
-        assert "a|b [red]x" in board.render("table")
-        assert "a\\|b \\[red\\]x" in board.render("md")
-
-    def test_an_unknown_format(self, board: Leaderboard) -> None:
-        with pytest.raises(TunegemmError, match="format 'xml' is not known; use one of table, csv, json, md"):
-            board.render("xml")
+        assert "a|b [red]x" in board.plain()
+        assert "a\\|b \\[red\\]x" in board.markdown()
 
 
 class TestStored:
@@ -305,7 +298,7 @@ class TestStored:
         board = Leaderboard.from_frame(SMALL, database.frame())
         assert board.frame.empty
         assert board.note == "There are no measurements for this device and software."
-        assert board.render("table")
+        assert board.plain()
 
     def test_summary(self, database: Database) -> None:
         database.confirm(PROBLEM, DEVICE, measurement(1.10, 128), label="pp")
@@ -318,8 +311,8 @@ class TestStored:
         # Where nothing beats torch.mm, torch.mm is the best.
         assert (small["problem"], small["candidate"]) == (str(SMALL), "torch.mm")
         assert board.note == "Geometric mean over 2 rows, to torch.mm: 1.049."
-        for format in ("table", "csv", "md"):
-            assert "4096x4096x4096 bf16 tn" in board.render(format, top=1)
+        for text in (board.plain(1), board.csv(1), board.markdown(1)):
+            assert "4096x4096x4096 bf16 tn" in text
 
     def test_the_best_is_of_what_had_the_chip_to_itself(self, database: Database) -> None:
         database.publish(PROBLEM, DEVICE, measurement(1.06, 9, family="cublaslt"), label="hungry")
@@ -333,7 +326,7 @@ class TestStored:
 
     def test_an_empty_summary(self, database: Database) -> None:
         board = Leaderboard.summary(database.frame())
-        assert board.frame.empty and "There are no measurements" in board.render("table")
+        assert board.frame.empty and "There are no measurements" in board.plain()
 
     def test_of_all_layers_the_narrowest_that_has_a_problem_counts_with_all_its_rows(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

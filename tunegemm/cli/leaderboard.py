@@ -150,7 +150,7 @@ def _render(boards: list[Leaderboard], format: Format, top: int | None) -> str:
     """One document for all boards: JSON a list, CSV under one header."""
     if format == "json":
         return to_json([board.as_dict(top) for board in boards]) + "\n"
-    texts = [board.render(format, top) for board in boards]
     if format == "csv":
+        texts = [board.csv(top) for board in boards]
         return "".join([texts[0], *(text.partition("\n")[2] for text in texts[1:])])
-    return "\n".join(texts)
+    return "\n".join(board.markdown(top) if format == "md" else board.plain(top) for board in boards)

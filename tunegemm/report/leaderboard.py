@@ -14,18 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from tunegemm.describe.architectures import PARTS, part_named
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import FIELDS, document_of, problem_of
-from tunegemm.errors import TunegemmError
 from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
 from tunegemm.measure.outcome import Measurement, Outcome
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
-from tunegemm.report.text import clean, fitted, markdown, significant, to_json
+from tunegemm.report.text import clean, fitted, markdown, significant
 from tunegemm.store.codec import FINGERPRINT_FIELDS
 from tunegemm.store.frames import by_evidence, of_records
 from tunegemm.store.layers import of_databases
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tunegemm.store import Database
-
-Format = Literal["table", "csv", "json", "md"]
 
 _NOTHING = "There are no measurements for this device and software."
 
@@ -273,19 +270,13 @@ class Leaderboard:
         ]
         return {"title": board.title, "source": board.source, "note": board.note, "rows": rows}
 
-    def render(self, format: str = "table", top: int | None = None) -> str:
-        """As text in one of the formats `table`, `csv`, `json`, `md`. Raises TunegemmError for any other."""
-        if format == "table":
-            from rich.console import Console
+    def plain(self, top: int | None = None) -> str:
+        """The table for a file: without colours, and wide enough for every column."""
+        from rich.console import Console
 
-            text = io.StringIO()
-            Console(file=text, width=240).print(self.table(top, width=240))
-            return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
-        if format == "json":
-            return to_json(self.as_dict(top)) + "\n"
-        if format not in get_args(Format):
-            raise TunegemmError(f"format {format!r} is not known; use one of {', '.join(get_args(Format))}")
-        return self.csv(top) if format == "csv" else self.markdown(top)
+        text = io.StringIO()
+        Console(file=text, width=240).print(self.table(top, width=240))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
     def _cells(self) -> dict[str, list[str]]:
         """The columns in readable form, without empty ones and those that the title covers."""

@@ -84,8 +84,8 @@ class Profile:
     ranked: int | None
     """How many of a family's several thousand kernels the search considers; None for all."""
     compiling: tuple[Compiling, Compiling] | None
-    """Limits on a GPU, whose time is expensive: of the first family, and of each other one. None: no
-    limit."""
+    """Limits on a GPU, whose time is expensive: of the first family, and of each other one. It also goes on
+    without the last few kernels of a batch if they compile slowly. None: no limit."""
     final: RaceSettings
     """Settings of the final race: rounds, turns in steady state, and when a candidate drops out."""
     interleaved: Places
@@ -95,11 +95,6 @@ class Profile:
     steady_s: float
     """Seconds that a final race in steady-state timing takes. A search with a budget reserves this time for
     the race, but no more than half of the budget."""
-
-    @property
-    def skips_slow_compiles(self) -> bool:
-        """Whether the GPU goes on without the last few kernels of a batch if they compile slowly."""
-        return self.compiling is not None
 
 
 # A candidate costs some 15 ms once compiled. On an H200 the model's order, which counts cycles and joules,

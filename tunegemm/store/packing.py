@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tunegemm.compile.artifacts import Artifact, ArtifactStore, Key
 from tunegemm.compile.cute_object import dsl_version
-from tunegemm.describe.device import Fingerprint, cuda_device_count, find_device, package_version
+from tunegemm.describe.device import cuda_device_count, find_device, package_version
 from tunegemm.errors import PackError
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
@@ -119,7 +119,8 @@ def unfit(record: Record) -> str:
     if is_torch(record.candidate):
         return ""
     if (device := device_of(record.fingerprint)) is None:
-        return _unknown(record.fingerprint)
+        there = record.fingerprint
+        return f"{there.device_name}: capability {there.capability!r} is not known here"
     if wrong := record_objection(record):
         return wrong
     # A kernel that runs but was excluded for its speed is not refused.
@@ -138,13 +139,9 @@ def _key(record: Record) -> Key:
     family = families.get(record.candidate.family)
     if not family.compiled:
         return {}
-    if (device := device_of(record.fingerprint)) is None:
-        raise PackError(_unknown(record.fingerprint))
+    device = device_of(record.fingerprint)
+    assert device is not None  # `unfit` refuses other records
     return family.kernel_key(record.problem, record.candidate, device)
-
-
-def _unknown(fingerprint: Fingerprint) -> str:
-    return f"{fingerprint.device_name}: capability {fingerprint.capability!r} is not known here"
 
 
 def copy(staged: ArtifactStore, key: Key, artifact: Artifact) -> None:

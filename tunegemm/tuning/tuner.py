@@ -169,7 +169,7 @@ class Tuner:
         deadline = time.monotonic() + budget_s
         run = self._begin(problem, on_progress)
         # GPU time is expensive; a recording needs none, and has to give the same result each time.
-        measurer, skip_slow = run.measurer, numbers.skips_slow_compiles and self.device.is_real
+        measurer, skip_slow = run.measurer, numbers.compiling is not None and self.device.is_real
         library: Future[tuple[list[Candidate], list[Outcome]]] | None = None
         search: ProblemStudy | None = None
         try:
