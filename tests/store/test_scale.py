@@ -53,7 +53,7 @@ class TestLeaders(Store):
 
     def test_an_empty_database(self, database: Database) -> None:
         board = Leaderboard.best_of_all(latest_records(database))
-        assert board.frame.empty and "There are no measurements" in board.render("table")
+        assert board.frame.empty and "There are no measurements" in board.plain()
 
     def test_the_lookup_has_what_the_records_have(self, filled: Database) -> None:
         lookup = filled.lookup()
