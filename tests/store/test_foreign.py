@@ -446,6 +446,14 @@ class TestPlaces:
         if command[1] == "export":
             assert "database '~nosuchuser/x': Could not determine home directory" in stderr
 
+    def test_a_file_whose_name_begins_as_a_users(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with Database.open("./~x.sqlite", create=True):
+            pass
+        assert (tmp_path / "~x.sqlite").is_file()
+
     def test_a_user_that_is_not_there_in_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TUNEGEMM_DB", "~nosuchuser/x")
         assert "~nosuchuser" in run("db", "layers")[1]

@@ -72,7 +72,8 @@ def resolve(location: str | Path | None) -> Path | URL:
     try:
         if reason := impossible(location):
             raise ValueError(reason)
-        return Path(location).expanduser().absolute()
+        path = Path(location)  # of ./~x it keeps ~x, which is no user
+        return (path.expanduser() if str(location).startswith("~") else path).absolute()
     except (ValueError, RuntimeError, OSError) as error:  # NUL, ~nobody, a deleted working directory
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         raise DatabaseError(
