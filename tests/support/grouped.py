@@ -13,6 +13,10 @@ from tunegemm.groups.grouped import Groups
 
 #: By the names that kernels' configs have.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn}
+BF16 = torch.bfloat16
+#: Of `operands`.
+GROUPS, N, K = 4, 48, 64
+SIZES = (3, 0, 9, 1)
 
 
 def groups_of(load: Callable[..., Any]) -> Groups:
@@ -73,3 +77,10 @@ class Loops:
                 out[first:end] = rows
             first = max(first, end)
         out[first:] = torch.nan  # memory as it was
+
+
+def operands(rows: int = sum(SIZES)) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """a, b and offs of a product of groups, which has so many rows."""
+    torch.manual_seed(0)
+    a, weights = torch.randn(rows, K, dtype=BF16), torch.randn(GROUPS, N, K, dtype=BF16)
+    return a, weights.mT, torch.tensor(SIZES).cumsum(0).to(torch.int32)
