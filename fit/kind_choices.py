@@ -7,9 +7,9 @@
 Draws products of the kinds of db/invariant.toml: N and K as in `fit.choices`, half of the gates twice as
 wide, M mostly up to 256 rows. The kernels that predictions would consider (`choose.invariance.best_ranked`)
 race torch's own operations in one interleave; above 256 rows, where the chip lowers its clocks, in steady
-state. Torch also computes gates of two halves, as one merged product and two views of it. Writes
-results/GPU/kind_choices.json: a row for each product with `launches`, the best predicted first. Missing
-kernels are compiled at the start.
+state. Torch also computes gates of two halves, as one merged product and two views of it, and its library
+adds residuals by itself. Writes results/GPU/kind_choices.json: a row for each product with `launches`, the
+best predicted first. Missing kernels are compiled at the start.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt.choice import first_choice
+from tunegemm.generate.cublaslt import FAMILY as LIBRARY
+from tunegemm.generate.cublaslt import RESIDUAL
+from tunegemm.generate.cublaslt.choice import algorithm_to_add, first_choice
 from tunegemm.generate.cublaslt.eager import torch_mm
+from tunegemm.generate.cublaslt.library import algorithms
 from tunegemm.model import shortlist
 
 #: Rounds for few rows, and for many rows before the steady-state rounds.
@@ -52,8 +55,9 @@ MAX_FLOP, MAX_BYTES = 2e12, 2e9
 #: cuBLASLt supports these scales itself: for 30 products its kernels were 3 % ahead of these; few were
 #: behind.
 LEFT_OUT = "scale_tensor"
-#: Torch's gate of two halves.
-HALVES = "halves"
+#: Torch's gate of two halves; the library's sum of a product and its residual, and that of the algorithm that
+#: its heuristic names first.
+HALVES, ADDED, FIRST = "halves", "added", "first_added"
 
 
 @command
@@ -184,6 +188,11 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
         ]  # fmt: skip
     if gate := next((GATED[step] for step in problem.fused.steps if step in GATED), None):
         runs[HALVES] = _of_halves(gate)
+    if problem.epilogue == RESIDUAL and (sums := algorithm_to_add(problem, device.index)):
+        (first,) = algorithms(problem, device.index, 1, 32 << 20)
+        runs |= {
+            name: LIBRARY.load(problem, one, device, None) for name, one in ((ADDED, sums), (FIRST, first))
+        }
     few = problem.m <= FEW_ROWS
     timed = interleave(
         problem, runs, backend, l2_bytes=device.l2_bytes, rounds=ROUNDS if few else ROUNDS_OF_MANY_ROWS,
@@ -197,7 +206,10 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
     for name in launches:
         ratio = timed.timings[name].ratio_to(baseline) if name in timed.timings else math.nan
         launches[name][4] = None if math.isnan(ratio) else round(ratio, 4)
-    halves = timed.timings.get(HALVES)
+    others = {
+        name: round(timed.timings[name].ratio_to(baseline), 4) if name in timed.timings else None
+        for name in (HALVES, ADDED, FIRST)
+    }
     return problem_fields(problem) | {
         "epilogue": problem.epilogue,
         "launches": list(launches.values()),
@@ -205,7 +217,7 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
             library.tile_m, library.tile_n, library.cluster_m, library.cluster_n, library.split_k
         ],
         "torch_us": round(baseline.median_us, 3),
-        "halves": None if halves is None else round(halves.ratio_to(baseline), 4),
+        **others,
         "noise": round(timed.noise, 5),
         "turn_ms": timed.turn_ms,
         "wrong": dict(timed.skipped),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -82,6 +83,7 @@ class Frame:
             problem = Problem.parse(shape, dtype=row["dtype"], epilogue=row["epilogue"])
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
             row["gated"] = problem.fused.gated
+            row["beside"] = math.log(row.get("added") or 1.0)
             row["saves"] = kernels_after(problem) > 0
             launches = [item for item in row["launches"] if item[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
@@ -136,17 +138,20 @@ def fit(options: argparse.Namespace) -> None:
     m, kinds = np.array([row["m"] for row in frame.rows]), np.array([row["kind"] for row in frame.rows])
     margins: dict[str, list[float | None]] = {}
     served = np.zeros(len(frame.rows), dtype=bool)
+    beside = np.array([row["beside"] for row in frame.rows])
     for kind in sorted(set(kinds)):
         margins[kind] = []
         alike = np.array([row["alike"] for row in frame.rows])
         for low, high in zip((0, *RANGES), RANGES, strict=False):
             within = (m > low) & (m <= high)
             mine = (kinds == kind) & within
-            margin = margin_of(frame, mine, within & (alike == alike[kinds == kind][0]), hopes, got)
+            similar = within & (alike == alike[kinds == kind][0])
+            margin = margin_of(frame, mine, similar, hopes, got, beside)
             usable = margin < MOST_MARGIN
             margins[kind].append(margin if usable else None)
             served |= mine & usable & (hopes > margin)
-    report = {kind: summary(frame, kinds == kind, served, got, m) for kind in margins}
+    final = np.where(served, got, beside)
+    report = {kind: summary(kinds == kind, served, final, m) for kind in margins}
     for kind, item in report.items():
         print(kind, margins[kind], json.dumps(item))
     data = {
@@ -189,10 +194,12 @@ def fit(options: argparse.Namespace) -> None:
     write_validation((options.results or RESULTS / options.gpu) / "kinds.json", meta, report, rows)
 
 
-def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats) -> float:
+def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats, beside: Floats) -> float:
     """The margin of a kind's products with some rows, in log; `MOST_MARGIN` if none may be served.
 
-    mine: which products. alike: those of similar kinds among them.
+    mine: which products. alike: those of similar kinds among them. beside: the ratio, in log, of what
+    computes a product that is not served: torch, or the library where it adds a residual. The least margin
+    that may be is taken; where the library adds, that with the best mean.
     """
     least = LEAST_MARGIN
     if mine.sum() < OWN:
@@ -202,16 +209,18 @@ def margin_of(frame: Frame, mine: Mask, alike: Mask, hopes: Floats, got: Floats)
         if mine.sum() < OWN:
             least = max(least, round(float(np.std(got[mine] - hopes[mine])), 4))
     saves = frame.rows[int(np.flatnonzero(mine)[0])]["saves"]
+    means: dict[float, float] = {}
     for margin in np.arange(least, MOST_MARGIN, MARGIN_STEP):
-        final = np.where(hopes[mine] > margin, got[mine], 0.0)
+        final = np.where(hopes[mine] > margin, got[mine], beside[mine])
         if final.min() >= np.log(SLOWEST) and (saves or (final < np.log(0.99)).mean() <= LOSERS):
-            return round(float(margin), 4)
-    return MOST_MARGIN
+            means[round(float(margin), 4)] = float(final.mean())
+            if not beside[mine].any():
+                break
+    return max(means, key=lambda margin: means[margin], default=MOST_MARGIN)
 
 
-def summary(frame: Frame, mine: Mask, served: Mask, got: Floats, m: NDArray[np.int64]) -> dict[str, Any]:
+def summary(mine: Mask, served: Mask, final: Floats, m: NDArray[np.int64]) -> dict[str, Any]:
     """A kind's products in validation: the number served, and the resulting figures of all."""
-    final = np.where(served, got, 0.0)
 
     def of(rows: Mask) -> dict[str, Any]:
         return {

@@ -29,7 +29,7 @@ ALGORITHM = Candidate.make(
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """One whose library names an algorithm."""
-    monkeypatch.setattr(predictions, "as_torch_chooses", lambda problem, index: ALGORITHM)
+    monkeypatch.setattr(predictions, "algorithm_to_add", lambda problem, index: ALGORITHM)
     return replace(find_device("model:h200"), spec="cuda:0")
 
 
@@ -59,12 +59,12 @@ def test_policies_judge_the_algorithm(device: Device, monkeypatch: pytest.Monkey
     assert select(Snapshot(), PROBLEM, device, policy=Policy("deterministic")).outcome == "predicted"
     assert select(Snapshot(), PROBLEM, device, policy=Policy(max_sms=100)).outcome == "miss"
     splits = ALGORITHM.with_launch(**{**dict(ALGORITHM.launch_params), "split_k": 4})
-    monkeypatch.setattr(predictions, "as_torch_chooses", lambda problem, index: splits)
+    monkeypatch.setattr(predictions, "algorithm_to_add", lambda problem, index: splits)
     found = select(Snapshot(), PROBLEM, device, policy=Policy("deterministic"))
     assert found.outcome == "miss" and "splits k" in found.why
 
 
 def test_a_library_that_names_nothing_is_a_miss(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictions, "as_torch_chooses", lambda problem, index: None)
+    monkeypatch.setattr(predictions, "algorithm_to_add", lambda problem, index: None)
     found = select(Snapshot(), PROBLEM, device)
     assert found.outcome == "miss" and "has no algorithm" in found.why

@@ -230,13 +230,18 @@ def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: A
     assert choice.first_choice(problem, 0) == expected
     assert choice.first_choice(Problem.parse("64x64x64", dtype="int8"), 0) is None
     monkeypatch.setattr(binding, "missing", lambda: None)
-    monkeypatch.setattr("tunegemm.generate.cublaslt.library.algorithms", lambda *_: ["first", "second"])
-    assert choice.as_torch_chooses(problem, 0) == "first"  # type: ignore[comparison-overlap]
+    algorithms = [{"tile": "128x272"}, {"tile": "256x136"}, {"tile": "UNDEFINED"}]
+    monkeypatch.setattr("tunegemm.generate.cublaslt.library.algorithms", lambda *_: algorithms)
+    assert choice.algorithm_to_add(problem, 0) == algorithms[1]  # type: ignore[comparison-overlap]
+    del algorithms[1:]
+    assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
+    algorithms.clear()
+    assert choice.algorithm_to_add(problem, 0) is None
     monkeypatch.setattr(binding, "missing", lambda: "no library")
-    assert choice.as_torch_chooses(problem, 0) is None
+    assert choice.algorithm_to_add(problem, 0) is None
     monkeypatch.setattr(binding, "missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert choice.as_torch_chooses(problem, 0) is None and choice.first_choice(problem, 0) is None
+    assert choice.algorithm_to_add(problem, 0) is None and choice.first_choice(problem, 0) is None
 
 
 @pytest.mark.parametrize(

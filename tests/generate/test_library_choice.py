@@ -11,7 +11,7 @@ from tests.support.forks import Forks
 from tests.support.processes import environment
 from tunegemm.describe.problem import Problem
 from tunegemm.generate.cublaslt import binding, names
-from tunegemm.generate.cublaslt.choice import LibraryChoice, first_choice, parse_label
+from tunegemm.generate.cublaslt.choice import LibraryChoice, adds_fast, first_choice, parse_label
 
 
 def test_numbers_and_names_are_those_of_the_librarys_header() -> None:
@@ -82,3 +82,12 @@ def test_on_a_gpu_it_is_what_the_label_of_the_first_algorithm_says(shape: str) -
     torch.zeros(1, device="cuda")
     wanted = library.label(library.algorithms(problem, 0, 1, 32 << 20)[0])
     assert first_choice(problem, 0) == parse_label(wanted)
+
+
+@pytest.mark.parametrize(
+    ("tile", "fast"),
+    [("128x272", False), ("272x128", False), ("128x184", False), ("128x256", True), ("192x128", True),
+     ("320x128", True), ("128x176", True), ("256x136", True), ("64x208", True), ("UNDEFINED", True)],
+)  # fmt: skip
+def test_tiles_that_add_a_residual_fast(tile: str, fast: bool) -> None:
+    assert adds_fast(tile) == fast

@@ -32,7 +32,7 @@ from tunegemm.describe.space import Candidate
 from tunegemm.errors import FileError, TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import FAMILY as LIBRARY
-from tunegemm.generate.cublaslt.choice import LibraryChoice, as_torch_chooses, first_choice
+from tunegemm.generate.cublaslt.choice import LibraryChoice, algorithm_to_add, first_choice
 from tunegemm.model import shortlist
 from tunegemm.model.features import NAMES, OF_GAIN, features_of_choices
 from tunegemm.model.terms import Floats, elementwise_us
@@ -305,13 +305,12 @@ def by_the_library(
     """The library's algorithm for a product with a residual, passed as its C.
 
     torch computes ``x @ w.t() + residual`` with two kernels, and writes and reads the product between them.
-    cublasLtMatmul can read C from another place than it writes D, but torch has no call for that. The
-    algorithm that torch launches for the product alone then adds the residual to its sums, which saves one
-    kernel.
+    cublasLtMatmul can read C from another place than it writes D, but torch has no call for that. An
+    algorithm that reads C fast adds the residual to its sums, which saves one kernel.
 
     product: the records that serve the product alone, after which torch would add the residual.
     """
-    candidate = as_torch_chooses(problem, device.index) if device.is_real else None
+    candidate = algorithm_to_add(problem, device.index) if device.is_real else None
     if candidate is None:
         return Offers(refusal="the library has no algorithm that adds its residual")
     if (reason := allows(problem, candidate)) or not (verdict := LIBRARY.check(problem, candidate, device)):
@@ -327,5 +326,5 @@ def by_the_library(
         return Offers(refusal="a faster product leaves the library's sum with its residual behind")
     ratio = torchs_us / (torchs_us - saved_us)
     record = Record(problem, candidate, device.fingerprint, LIBRARY.label(candidate), ratio=ratio)
-    basis = "torch's own algorithm, which also adds the residual: one kernel fewer"
+    basis = "an algorithm of torch's library that also adds the residual: one kernel fewer"
     return Offers((Offer(record, basis, None, ratio, 1.0),))

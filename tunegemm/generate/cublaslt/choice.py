@@ -16,6 +16,8 @@ from tunegemm.generate.cublaslt.operands import packed_strides
 
 #: The workspace that torch allows the library on Hopper.
 _WORKSPACE_BYTES = 32 << 20
+#: Algorithms to choose from for a residual, and the side of the tiles that may add one slowly.
+_ASKED, _SIDE = 8, 128
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,27 @@ def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
     return parse_label(labels[0]) if labels else None
 
 
-def as_torch_chooses(problem: Problem, device_index: int) -> Candidate | None:
-    """The algorithm that the library chooses, for plain products and those with a residual; None if it cannot
-    be asked."""
+def algorithm_to_add(problem: Problem, device_index: int) -> Candidate | None:
+    """The first algorithm named for a product with a residual whose tile adds it fast, else the first of all;
+    None if the library cannot be asked."""
     import torch
 
     if binding.missing() is not None or not torch.cuda.is_initialized():
         return None
     try:
-        return next(iter(library.algorithms(problem, device_index, 1, _WORKSPACE_BYTES)), None)
+        found = library.algorithms(problem, device_index, _ASKED, _WORKSPACE_BYTES)
     except RuntimeError:
         return None
+    return next((one for one in found if adds_fast(str(one["tile"]))), found[0] if found else None)
+
+
+def adds_fast(tile: str) -> bool:
+    """Whether algorithms with a tile, such as ``256x128``, add a matrix in about the time of reading it.
+
+    The others take three times as long and more, longer than torch's addition. The heuristic does not know
+    it: it mostly names the same algorithm first with and without a residual (`first_added` beside `added` in
+    benchmarks/results/h200/kind_choices.json).
+    """
+    sides = [int(side) for side in re.findall(r"\d+", tile)]
+    other = sum(sides) - _SIDE
+    return _SIDE not in sides or other in (192, 256) or not 176 < other < 320
