@@ -19,9 +19,11 @@ from tests.tuning.planted import DEVICE
 from tunegemm.cli import app, arguments, db, doctor, leaderboard, pack, printing, record, verify
 from tunegemm.cli.help import Group
 from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
 from tunegemm.describe.workload import Product, Workload
 from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import DeviceError
+from tunegemm.measure.outcome import Failure
 from tunegemm.report.doctor import Check
 
 PROBLEM = Problem(512, 512, 512)
@@ -56,37 +58,24 @@ def test_what_exceeds_the_screen_of_a_terminal_is_paged(
     assert os.environ.get("LESS") == ("FRX" if paged else None)
 
 
-def verification(*, best: str | None, replaced: bool, reason: str = "") -> Any:
-    move = SimpleNamespace(label="b", before=1.0, after=1.25, moved=True, reason="")
-    winner = SimpleNamespace(candidate=SimpleNamespace(digest="d")) if best else None
-    return SimpleNamespace(
-        result=SimpleNamespace(best=winner, note="no GPU", labels={"d": best}), replaced=replaced,
-        record=SimpleNamespace(label="a", problem=PROBLEM), judgement=SimpleNamespace(reason=reason),
-        moves=(
-            move, SimpleNamespace(label="c", before=None, after=None, moved=False, reason="not feasible here")
-        ),
-    )  # fmt: skip
+def raced_again(best: str | None, ratio: float = 1.25) -> Any:
+    winner = SimpleNamespace(candidate=best, ratio=ratio) if best else None
+    failed = Failure(Candidate.make("skinny", {}), "launch", "refused")
+    return SimpleNamespace(best=winner, note="no GPU", label=str.upper, outcomes=(failed,), interrupted=False)
 
 
 @pytest.mark.parametrize(
-    ("given", "first"),
+    ("best", "reason", "line"),
     [
-        (
-            {"best": "b", "replaced": True, "reason": "another driver"},
-            "the record moved from a to b  [another driver]",
-        ),
-        ({"best": "a", "replaced": False}, "a stays the record  [same software]"),
-        ({"best": None, "replaced": False}, "nothing could be measured (no GPU)  [same software]"),
+        ("b", "another driver", "the record moved from a to B  [another driver]"),
+        ("a", "", "a stays the record, from 1.100 to 1.250 of torch.mm  [same software]"),
+        (None, "", "nothing could be measured (no GPU)  [same software]"),
     ],
 )
-def test_a_verified_record_is_one_line_and_its_rivals_are_the_others(
-    given: dict[str, Any], first: str
-) -> None:
-    assert verify.lines(verification(**given)) == [
-        f"512x512x512 bf16 tn: {first}",
-        "  moved  1.000 to 1.250 of torch.mm  b",
-        "  same   ? to not feasible here of torch.mm  c",
-    ]
+def test_a_verified_record_is_one_line(best: str | None, reason: str, line: str) -> None:
+    record = SimpleNamespace(label="a", candidate="a", problem=PROBLEM, ratio=1.1)
+    judgement = SimpleNamespace(reason=reason)
+    assert verify.outcome_line(record, judgement, raced_again(best)) == f"512x512x512 bf16 tn: {line}"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -223,27 +212,28 @@ def test_the_records_of_named_shapes_are_verified(
     shapes: list[str],
     raced: list[int],
 ) -> None:
-    records = [SimpleNamespace(problem=Problem(m, 512, 512)) for m in (512, 1024)]
+    facts = {"label": "a", "candidate": "a", "ratio": 1.1}
+    records = [SimpleNamespace(problem=Problem(m, 512, 512), **facts) for m in (512, 1024)]
     opened = nullcontext(SimpleNamespace(records=lambda: records))
     seen: list[int] = []
 
-    def verified(tuner: Any, record: Any, judgement: Any, top: int) -> Any:
+    def verified(tuner: Any, record: Any, top: int) -> Any:
         seen.append(record.problem.m)
-        result = verification(best="a", replaced=False)
-        result.result.interrupted = False
-        return result
+        return raced_again("a")
 
     monkeypatch.setattr("tunegemm.store.Database.open", lambda *_: opened)
     monkeypatch.setattr("tunegemm.tuning.tuner.Tuner", lambda *_, **__: opened)
     monkeypatch.setattr("tunegemm.tuning.tuner.open_gpu", lambda spec: DEVICE)
     monkeypatch.setattr(
-        "tunegemm.tuning.verify.due", lambda wanted, *_, **__: [("why", each) for each in wanted]
+        "tunegemm.tuning.verify.due",
+        lambda wanted, *_, **__: [(SimpleNamespace(reason="why"), each) for each in wanted],
     )
     monkeypatch.setattr("tunegemm.tuning.verify.verify", verified)
     monkeypatch.setattr(arguments, "require_database", lambda db: None)
     options = [word for shape in shapes for word in ("--shape", shape)]
     done = CliRunner().invoke(app, ["verify", *options, "--db", str(tmp_path / "a.sqlite")])
     assert done.exit_code == 0 and seen == raced, done.output
+    assert done.stdout.count("Failed: launch 1 (refused)") == len(raced)
     assert ("nothing to verify: all 0 records are current on NVIDIA H200" in done.stdout) == (not raced)
 
 

@@ -1,4 +1,4 @@
-"""`tunegemm verify`: race the stored top five, or predicted kernels, again and report changes."""
+"""`tunegemm verify`: race the stored top five, or predicted kernels, again and say what is the record."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import typer
 
 from tunegemm.cli import arguments, options, printing
 from tunegemm.cli.options import option
+from tunegemm.cli.results import failure_line
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 
 if TYPE_CHECKING:
-    from tunegemm.tuning.verify import Verification
+    from tunegemm.store import Record
+    from tunegemm.store.validity import Judgement
+    from tunegemm.tuning.progress import TuneResult
 
 
 def command(
@@ -74,9 +77,9 @@ def command(
         if not marked:
             printing.say(f"nothing to verify: all {len(wanted)} records are current on {opened.name}")
         for judgement, record in marked:
-            verification = verify(tuner, record, judgement, top)
-            printing.say(*lines(verification))
-            if verification.result.interrupted:
+            result = verify(tuner, record, top)
+            printing.say(*filter(None, (outcome_line(record, judgement, result), failure_line(result))))
+            if result.interrupted:
                 raise typer.Exit(130)
 
 
@@ -104,22 +107,13 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
                 raise typer.Exit(130)
 
 
-def lines(verification: Verification) -> list[str]:
-    """The lines to print about one record."""
-    best = verification.result.best
+def outcome_line(record: Record, judgement: Judgement, result: TuneResult) -> str:
+    """What became of one record."""
+    best = result.best
     if best is None:
-        outcome = f"nothing could be measured ({verification.result.note})"
-    elif verification.replaced:
-        label = verification.result.labels[best.candidate.digest]
-        outcome = f"the record moved from {verification.record.label} to {label}"
+        outcome = f"nothing could be measured ({result.note})"
+    elif best.candidate == record.candidate:
+        outcome = f"{record.label} stays the record, from {record.ratio:.3f} to {best.ratio:.3f} of torch.mm"
     else:
-        outcome = f"{verification.record.label} stays the record"
-    reason = verification.judgement.reason or "same software"
-    results = [f"{verification.record.problem}: {outcome}  [{reason}]"]
-    for move in verification.moves:
-        after = move.reason if move.after is None else f"{move.after:.3f}"
-        before = "?" if move.before is None else f"{move.before:.3f}"
-        results.append(
-            f"  {'moved' if move.moved else 'same':6} {before} to {after} of torch.mm  {move.label}"
-        )
-    return results
+        outcome = f"the record moved from {record.label} to {result.label(best.candidate)}"
+    return f"{record.problem}: {outcome}  [{judgement.reason or 'same software'}]"
