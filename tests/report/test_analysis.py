@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from tunegemm.describe.space import Candidate
 from tunegemm.report import analysis, charts, html
@@ -120,42 +118,3 @@ def test_shades_of_speed() -> None:
     ratios = 0.69, 0.7, 0.85, 0.949, 0.95, 0.999, 1.0, 1.009, 1.01, 1.029, 1.03, 9.0
     shades = ["h-4", "h-3", "h-2", "h-2", *["h-1"] * 2, *["h1"] * 2, *["h2"] * 2, *["h3"] * 2]
     assert [charts.heat_class(ratio) for ratio in ratios] == shades
-
-
-def test_boxes_that_touch_do_not_overlap() -> None:
-    box = (0.0, 0.0, 2.0, 2.0)
-    for other in ((2.0, 0.0, 3.0, 2.0), (-1.0, 0.0, 0.0, 2.0), (0.0, 2.0, 2.0, 3.0), (0.0, -1.0, 2.0, 0.0)):
-        assert not charts.overlap(box, other) and not charts.overlap(other, box)
-    for other in ((1.9, 1.9, 3.0, 3.0), (0.5, 0.5, 1.0, 1.0), (-1.0, -1.0, 3.0, 3.0)):
-        assert charts.overlap(box, other) and charts.overlap(other, box)
-
-
-def test_names_cover_neither_marks_nor_each_other() -> None:
-    """Of 60 marks close together, as they are drawn: the width of a name is only estimated."""
-    figure = Figure(figsize=(6.4, 4))
-    axes = figure.add_subplot()
-    axes.set(xscale="log", yscale="log", xlim=(10, 1000), ylim=(10, 1000))
-    draw = random.Random(0)
-    winners = [
-        SimpleNamespace(
-            record=SimpleNamespace(
-                problem=SimpleNamespace(
-                    shape=f"{draw.randrange(99)}x1024", arithmetic_intensity=10 ** draw.uniform(1, 3)
-                )
-            ),
-            tflops=10 ** draw.uniform(1, 3), baseline_tflops=10 ** draw.uniform(1, 3),
-        )
-        for _ in range(60)
-    ]  # fmt: skip
-    charts.name_marks(figure, axes, winners, [])  # type: ignore[arg-type]
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent().padded(-2.5) for text in axes.texts]
-    assert len(boxes) > 20
-    for number, box in enumerate(boxes):
-        assert axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
-        assert axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
-        assert not any(box.overlaps(other) for other in boxes[:number])
-        for each in winners:
-            for rate in (each.tflops, each.baseline_tflops):
-                point = axes.transData.transform((each.record.problem.arithmetic_intensity, rate))
-                assert not box.contains(*point)

@@ -122,25 +122,6 @@ def test_marks_explain_themselves_to_keyboard_and_mouse(page: Browser) -> None:
     assert "\u00d7 torch.mm" in page.point(spot, TIP)
 
 
-def test_a_searchs_dots_tell_what_their_row_says(page: Browser) -> None:
-    shape = "document.querySelector('.shape:not([hidden])')"
-    spot = (
-        f"(figure => {{ figure.scrollIntoView({{behavior: 'instant', block: 'center'}});"
-        "const box = figure.getBoundingClientRect();"
-        "const [left, across, base, up] = figure.dataset.dots.split(' ').map(Number);"
-        "const row = figure.closest('figure').querySelector('.trials tbody tr');"
-        "const [number, ratio] = [...row.cells].map(cell => cell.textContent);"
-        "return [box.left + (left + across * number) * box.width / 100 + 2,"
-        " box.top + (base - up * ratio) * box.height / 100 + 2]; })"
-        f"({shape}.querySelector('svg[data-dots]'))"
-    )
-    tip = page.point(spot, TIP)
-    trial = tip.rpartition("trial ")[2]
-    row = page.evaluate(f"[...{shape}.querySelector('tr.hot').cells].map(c => c.textContent.trim())")
-    assert row[0] == trial and tip == f"{row[3]}\n{row[1]} \u00d7 torch.mm, {row[2]} \u00b5s, trial {trial}"
-    page.point("[1, 1]", "document.getElementById('tip').hidden")
-
-
 def test_labels_of_kernels_are_on_one_line_and_a_tip_has_several(page: Browser) -> None:
     page.evaluate("document.querySelector('.shape:not([hidden]) details').open = true")
     heights = page.evaluate("[...document.querySelectorAll('td .mono')].map(e => e.getClientRects().length)")
@@ -176,16 +157,6 @@ def test_what_is_wider_than_a_phone_says_that_it_scrolls(page: Browser) -> None:
     page.until(f"{cut}.some(([name]) => name === 'Roofline')")
     page.until(f"{cut}.every(([, display]) => display === 'block')")
     page.see(width=1280)
-
-
-def test_names_in_the_roofline_do_not_overlap(page: Browser) -> None:
-    boxes = page.evaluate(
-        "[...document.querySelectorAll('#roofline [data-row] text')]"
-        ".map(text => text.getBoundingClientRect()).map(box => [box.left, box.top, box.right, box.bottom])"
-    )
-    assert len(boxes) == 6
-    for one, other in itertools.combinations(boxes, 2):
-        assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
 
 
 @pytest.mark.parametrize("width", [360, 768, 1200, 1800])

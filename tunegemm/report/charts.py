@@ -10,7 +10,7 @@ import io
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +48,10 @@ _VARIABLES = {
     **{colour: verdict for verdict, colour in _COLOURS.items()},
 }  # fmt: skip
 
-#: Above this number of records, marks of the roofline are plain dots without names: some 20 bytes each.
+#: Above this number of records, marks of the roofline are plain dots without tips: some 20 bytes each.
 NAMED_MARKS = 600
-_LABELLED = 24
 #: Above this number of trials, a dot for each would only blacken the figure: every n-th is drawn.
 _MOST_DOTS = 1500
-#: Where a name may stand beside its mark, best first: alignment, and offset in points.
-_PLACES = (
-    ("left", 8, -3), ("right", -8, -3), ("left", 5, 7), ("right", -5, 7), ("left", 5, -13),
-    ("right", -5, -13), ("center", 0, 11), ("center", 0, -18), ("left", 5, 17), ("right", -5, 17),
-    ("left", 5, -23), ("right", -5, -23),
-)  # fmt: skip
 
 
 def inline_roofline(contents: Contents) -> str:
@@ -82,7 +75,7 @@ def inline_roofline(contents: Contents) -> str:
         verdict = winners[row].verdict
         return f'<g class="mark m-{verdict}" data-row="{row}" data-tip="{tip}" role="img" aria-label="{tip}"'
 
-    return re.sub(r'<g id="(mark|base|name)-(\d+)"', attributes, text)
+    return re.sub(r'<g id="(mark|base)-(\d+)"', attributes, text)
 
 
 def inline_convergence(details: Details) -> str:
@@ -95,23 +88,7 @@ def inline_convergence(details: Details) -> str:
         f"{len(tried)} trials; the best so far rises from {steps[0][1]:.3f} to {steps[-1][1]:.3f} times "
         f"torch.mm, last at trial {steps[-1][0]}"
     )
-    drawn: list[Axes] = []
-    text = _inline(
-        lambda figure: drawn.append(_convergence(figure, details)),
-        words,
-        'role="img" style="min-width:440px"',
-    )
-    # Where a trial's dot is, in percent of the figure: the page's script looks for the nearest.
-    axes, figure = drawn[0], drawn[0].figure.bbox
-    (left, base), (right, top) = axes.transData.transform([(0, 0), (1, 1)])
-    places = (
-        left / figure.width,
-        (right - left) / figure.width,
-        1 - base / figure.height,
-        (top - base) / figure.height,
-    )
-    dots = " ".join(f"{100 * place:.4f}" for place in places)
-    return text.replace("<svg", f'<svg data-dots="{dots}"', 1)
+    return _inline(lambda figure: _convergence(figure, details), words, 'role="img" style="min-width:440px"')
 
 
 def heat_class(ratio: float) -> str:
@@ -158,7 +135,7 @@ def _inline(draw: Callable[[Figure], None], words: str, attributes: str) -> str:
         r' clip-path="[^"]*"| (?:xmlns(?::\w+)?|version|width|height)="[^"]*"(?=[^<]*viewBox)', "", body
     )
     body = re.sub(r' xmlns(:\w+)?="[^"]*"', "", body).replace("xlink:href", "href")
-    body = re.sub(r' id="(?!(mark|base|name)-|m[0-9a-f]{10}")[^"]*"', "", body)
+    body = re.sub(r' id="(?!(mark|base)-|m[0-9a-f]{10}")[^"]*"', "", body)
     body = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), body)
     body = re.sub(r" font-family: [^;]*;| transform=\"rotate\(-0 [^)]*\)\"", "", body)
     body = re.sub("|".join(_VARIABLES), lambda m: f"var(--{_VARIABLES[m[0]]})", body)
@@ -178,19 +155,16 @@ def _roofline(figure: Figure, contents: Contents) -> None:
     ridge = peak / memory if peak else max(intensities)
     low, high = min(*intensities, ridge) / 1.7, max(*intensities, ridge) * 1.7
     axes.set(xlim=(low, high), ylim=(min(rates) / 1.6, max(*rates, peak) * 1.35))
-    texts = []
     if peak:
         axes.plot([low, ridge, high], [low * memory, peak, peak], color=_INK, lw=2)
         beside: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
-        texts.append(
-            axes.annotate(f"{peak:g} TFLOP/s, tensor cores", (high, peak), (0, 9), ha="right", **beside)
-        )
+        axes.annotate(f"{peak:g} TFLOP/s, tensor cores", (high, peak), (0, 9), ha="right", **beside)
         # Above the roof, where no mark can be: beside the slope if there is room.
         fits = math.log(0.85 * ridge / low) > 0.25 * math.log(high / low)
         place, offset, align = (
             ((0.85 * ridge, 0.85 * peak), (-8, 3), "right") if fits else ((low, peak), (4, 9), "left")
         )
-        texts.append(axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside))
+        axes.annotate(f"{memory:g} TB/s, memory", place, offset, ha=align, **beside)
     if len(winners) > NAMED_MARKS:
         for verdict, colour in _COLOURS.items():
             results = [w for w in winners if w.verdict == verdict]
@@ -205,7 +179,6 @@ def _roofline(figure: Figure, contents: Contents) -> None:
                 x, winner.tflops, _MARKERS[winner.verdict], ms=7, color=colour,
                 mfc=_GROUND if winner.verdict == "equal" else colour, mew=1.5, zorder=3, gid=f"mark-{row}",
             )  # fmt: skip
-        name_marks(figure, axes, winners[:_LABELLED], texts)
     _legend(axes, winners)
     from matplotlib.ticker import LogFormatter
 
@@ -226,35 +199,6 @@ def _legend(axes: Axes, winners: Sequence[Winner]) -> None:
     axes.legend(handles=handles, frameon=False, loc="lower right")
 
 
-def name_marks(figure: Figure, axes: Axes, winners: Sequence[Winner], texts: Iterable[Any]) -> None:
-    """The shape beside each mark where it covers neither marks nor names; else no name."""
-    figure.draw_without_rendering()
-    scale, frame = figure.dpi / 72, axes.bbox
-    marks, bases = (
-        [axes.transData.transform((w.record.problem.arithmetic_intensity, rate)) for w, rate in rates]
-        for rates in ([(w, w.tflops) for w in winners], [(w, w.baseline_tflops) for w in winners])
-    )
-    taken = [text.get_window_extent().extents for text in texts]
-    taken += [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in [*marks, *bases]]
-    for row, (winner, (x, y)) in enumerate(zip(winners, marks, strict=True)):
-        wide, tall = 5.2 * scale * len(winner.record.problem.shape), 9 * scale
-        for align, dx, dy in _PLACES:
-            left = x + dx * scale - {"left": 0.0, "right": wide, "center": wide / 2}[align]
-            box = (left, y + dy * scale, left + wide, y + dy * scale + tall)
-            inside = frame.x0 < box[0] and frame.y0 < box[1] and box[2] < frame.x1 and box[3] < frame.y1
-            if inside and not any(overlap(box, other) for other in taken):
-                taken.append(box)
-                at = winner.record.problem.arithmetic_intensity, winner.tflops
-                name = axes.annotate(winner.record.problem.shape, at, (dx, dy), textcoords="offset points",
-                                     fontsize=8, ha=align, gid=f"name-{row}")  # fmt: skip
-                name.set_in_layout(False)
-                break
-
-
-def overlap(box: Sequence[float], other: Sequence[float]) -> bool:
-    return box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
-
-
 def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> None:
     """Many round dots as one path."""
     if points:
@@ -269,7 +213,7 @@ def _dots(axes: Axes, points: Sequence[tuple[float, float]], colour: str) -> Non
         axes.add_patch(dots)
 
 
-def _convergence(figure: Figure, details: Details) -> Axes:
+def _convergence(figure: Figure, details: Details) -> None:
     """Every trial in order, and the best so far; the record's own ratio where a later race gave another."""
     tried = details.tried
     figure.set_size_inches(6.4, 4)
@@ -299,4 +243,3 @@ def _convergence(figure: Figure, details: Details) -> Axes:
         axes.text(0.01, 0.02, f"{below} slower trials are below this figure", color=_MUTED, fontsize=8,
                   transform=axes.transAxes)  # fmt: skip
     axes.legend(frameon=False, loc="lower right")
-    return axes

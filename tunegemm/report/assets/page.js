@@ -89,29 +89,6 @@ for (const mark of all("[data-tip]")) {
   mark.addEventListener("blur", () => hush(mark));
 }
 addEventListener("keydown", event => { if (event.key === "Escape") tip.hidden = true; });
-// The dots of a search are one path: the nearest to the pointer tells what its row of the table says.
-for (const figure of all("svg[data-dots]")) {
-  const rows = all(".trials tbody tr", figure.closest("figure"));
-  const [left, across, base, up] = figure.dataset.dots.split(" ").map(Number);
-  const leave = () => { tip.hidden = true; for (const row of rows) row.classList.remove("hot"); };
-  figure.addEventListener("mousemove", event => {
-    const box = figure.getBoundingClientRect();
-    const places = rows.map(row => {
-      const [number, ratio, us, kernel] = [...row.cells].map(cell => cell.textContent.trim());
-      const x = box.left + (left + across * number) * box.width / 100, y = box.top + (base - up * ratio) * box.height / 100;
-      return {row, y, apart: Math.hypot(x - event.clientX, y - event.clientY), tip: `${kernel}\n${ratio} \u00d7 torch.mm, ${us} \u00b5s, trial ${number}`};
-    });
-    const near = places.sort((a, b) => a.apart - b.apart)[0];
-    leave();
-    if (!near || near.apart > 14) return;
-    tip.textContent = near.tip;
-    tip.hidden = false;
-    near.row.classList.add("hot");
-    tip.style.left = `${Math.min(Math.max(8, event.clientX - tip.offsetWidth / 2), innerWidth - tip.offsetWidth - 8) + scrollX}px`;
-    tip.style.top = `${near.y - tip.offsetHeight - 12 + scrollY}px`;
-  });
-  figure.addEventListener("mouseleave", leave);
-}
 // One stop of the Tab key per figure; arrows go from mark to mark.
 for (const figure of all("[data-marks]")) {
   const marks = all("[data-tip]", figure);
