@@ -164,12 +164,3 @@ def test_a_line_for_each_product_of_a_program() -> None:
     for note, said in (("", "nothing could be timed"), ("no GPU", "no GPU")):
         line = results.progress_line(tuned(2, result=result(best=None, note=note)), 1, 1)
         assert line == f"[1/1] 512x6144x4096 bf16 tn x 2 · quick · {said} · 2 s"
-
-
-def test_winners_of_several_products() -> None:
-    ranked = SimpleNamespace(candidate=OURS, total_us=9.0)
-    found = [result(), result(best=None), result(best=None, predictions=(ranked,))]
-    assert cells(results.winners_table(found)) == [
-        ["512x6144x4096 bf16 tn"] * 3, ["1.200", "", ""], ["pp64 <w4>", "none", "pp64 <w4> (model)"],
-        ["10.00", "", ""], ["12.00", "", ""],
-    ]  # fmt: skip

@@ -150,22 +150,6 @@ def record_line(result: TuneResult) -> str:
     return f" Its record on {result.device.name}: {record.label if record.is_torch else faster}."
 
 
-def winners_table(results: Sequence[TuneResult]) -> Table:
-    """The winner of each of several products."""
-
-    def row(result: TuneResult) -> tuple[str, ...]:
-        name = str(result.problem)
-        if (best := result.best) is not None:
-            torch_us = significant(best.baseline_median_us) if best.baseline_us else ""
-            label = result.label(best.candidate)
-            return name, f"{best.ratio:.3f}", label, significant(best.median_us), torch_us
-        first = [f"{result.label(prediction.candidate)} (model)" for prediction in result.predictions[:1]]
-        return name, "", *(first or ["none"]), "", ""
-
-    headings = ("product", "ratio", "fastest", "us", "torch.mm us")
-    return fitted("Products tuned", headings, list(map(row, results)), {"product": 999, "fastest": 999})
-
-
 def interruption(results: Sequence[TuneResult]) -> str:
     """The results that interrupted tunings kept."""
     from tunegemm.measure.outcome import Measurement

@@ -132,8 +132,6 @@ def tune_shapes(session: Session, problems: Mapping[Problem, Problem]) -> int:
         printing.say_command(f"{results.interruption(cut)} Go on with:", command, err=True)
         return INTERRUPTED
     useful = sum(result.best is not None or bool(result.predictions) for result in answer)
-    if len(answer) > 1 and not output.is_bare:
-        printing.stdout_console().print(results.winners_table(answer))
     if useful and not (session.is_real or output.is_bare):
         say_gpu_command(session.context, list(dict.fromkeys(problems.values())))
     return DONE if useful == len(problems) else NOTHING_FOUND
