@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +10,6 @@ from typing import Any
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.tuning.planted import DEVICE
@@ -27,35 +24,6 @@ from tunegemm.measure.outcome import Failure
 from tunegemm.report.doctor import Check
 
 PROBLEM = Problem(512, 512, 512)
-
-
-@pytest.mark.parametrize(
-    ("lines", "is_terminal", "has_keys", "paged"),
-    [(20, True, True, True), (19, True, True, True), (18, True, True, False), (20, False, True, False),
-     (20, True, False, False)],
-)  # fmt: skip
-@pytest.mark.parametrize("pager", [None, "less -R"])
-def test_what_exceeds_the_screen_of_a_terminal_is_paged(
-    monkeypatch: pytest.MonkeyPatch,
-    lines: int,
-    is_terminal: bool,
-    has_keys: bool,
-    paged: bool,
-    pager: str | None,
-) -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=is_terminal, width=40, height=20, color_system=None)
-    pagers: list[bool] = []
-    monkeypatch.setattr(console, "pager", lambda styles: pagers.append(styles) or nullcontext())
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: has_keys))
-    for name in ("LESS", "PAGER"):  # what is set here and there is undone
-        monkeypatch.setenv(name, pager or "")
-    monkeypatch.delenv("LESS")
-    if pager is None:
-        monkeypatch.delenv("PAGER")
-    printing.page(console, ["line\n" * (lines - 1) + "last", "of two parts"])
-    assert pagers == [pager is None] * paged and out.getvalue().endswith("of two parts\n")
-    assert os.environ.get("LESS") == ("FRX" if paged else None)
 
 
 def raced_again(best: str | None, ratio: float = 1.25) -> Any:

@@ -111,7 +111,7 @@ def command(
         boards[-1] = replace(boards[-1], note=f"{boards[-1].note} {others}")
     if format == "table" and out is None:
         console = printing.stdout_console()
-        printing.page(console, [board.table(top, width=console.width) for board in boards])
+        console.print(*(board.table(top, width=console.width) for board in boards), sep="\n")
         return
     text = _render(boards, format, top)
     if out is None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -63,17 +62,6 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """For output beside the result: progress, notes, warnings."""
     return _console(sys.stderr)
-
-
-def page(console: Console, parts: Sequence[Any]) -> None:
-    """Prints, on a terminal through the user's pager if it exceeds the screen."""
-    lines = sum(len(console.render_lines(part)) for part in parts) if console.is_terminal else 0
-    if lines < console.height or not sys.stdin.isatty():
-        console.print(*parts, sep="\n")
-        return
-    os.environ.setdefault("LESS", "FRX")  # colours, and no pager for less than a screen
-    with console.pager(styles="PAGER" not in os.environ):
-        console.print(*parts, sep="\n")
 
 
 class _Lines:
