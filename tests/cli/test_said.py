@@ -197,7 +197,6 @@ def test_the_records_of_named_shapes_are_verified(
         lambda wanted, *_, **__: [(SimpleNamespace(reason="why"), each) for each in wanted],
     )
     monkeypatch.setattr("tunegemm.tuning.verify.verify", verified)
-    monkeypatch.setattr(arguments, "require_database", lambda db: None)
     options = [word for shape in shapes for word in ("--shape", shape)]
     done = CliRunner().invoke(app, ["verify", *options, "--db", str(tmp_path / "a.sqlite")])
     assert done.exit_code == 0 and seen == raced, done.output

@@ -253,9 +253,7 @@ def test_the_command_measures_each_and_says_why_others_are_not(location: Path, t
 def test_a_database_that_is_not_there_is_created_for_predictions_and_nothing_else(tmp_path: Path) -> None:
     new, shape = tmp_path / "new.sqlite", ("--shape", problem_of().shape)
     refused = here("verify", *shape, "--db", new, code=2).stderr
-    assert refused == (
-        f"tunegemm: {new}: no such database; give the path of a database from `tunegemm tune`\n"
-    )
+    assert refused == f"tunegemm: {new}: no such database; create=True, or `tunegemm tune`, creates it\n"
     assert not new.exists()
     assert "measured at 0.960: lost" in here("verify", "--predicted", *shape, "--db", new).stdout
     with Database.open(new) as database:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunegemm.describe.problem import LAYOUTS, OUTPUT_DTYPES, Problem, default_out_dtype, normalize_dtype
-from tunegemm.errors import DatabaseError, DeviceError, ProblemError, TunegemmError
+from tunegemm.errors import DeviceError, ProblemError, TunegemmError
 from tunegemm.report.text import clean
 from tunegemm.untrusted import digits, named, shown
 
@@ -50,15 +48,6 @@ def problem_filter(
         and out in (None, problem.out_dtype)
         and (layout is None or layout.lower() == problem.layout)
     )
-
-
-def require_database(location: str | None) -> None:
-    """Raises DatabaseError if the location is a path without a database."""
-    from tunegemm.store.connection import resolve
-
-    place = None if location is None else resolve(location)
-    if isinstance(place, Path) and not os.path.lexists(place):
-        raise DatabaseError(f"{place}: no such database; give the path of a database from `tunegemm tune`")
 
 
 def parse_shapes(shapes: list[str] | None) -> list[str]:

@@ -137,7 +137,6 @@ def upgrade_command(
     from tunegemm.store import Database
 
     for location in databases:
-        arguments.require_database(location)
         with Database.open(location) as database:
             printing.say(f"{database.name}: up to date")
 

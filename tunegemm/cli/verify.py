@@ -63,7 +63,6 @@ def command(
         verify_predicted(list(dict.fromkeys(named)), device, db, workers)
         return
     shapes = arguments.parse_shapes(shape)
-    arguments.require_database(db)
     from tunegemm.store import Database
     from tunegemm.store.layers import read_records
     from tunegemm.tuning.tuner import Tuner, open_gpu

@@ -75,7 +75,7 @@ class Database:
         place = resolve(location)
         may_be_missing = create or read_only or location is None  # `connect` refuses to read a missing one
         if isinstance(place, Path) and not (may_be_missing or os.path.lexists(place)):
-            raise DatabaseError(f"{place}: no such database; create=True creates it")
+            raise DatabaseError(f"{place}: no such database; create=True, or `tunegemm tune`, creates it")
         engine = connect(place, read_only=read_only)
         database = cls(place, engine, read_only=read_only, layer=layer, shipped=location is None)
         try:
