@@ -111,6 +111,23 @@ def test_a_tuning_over_its_budget_says_so(
     assert capsys.readouterr().out.count("\n") == 1
 
 
+def test_the_table_of_a_tuning_says_where_its_times_are_from_and_what_it_leaves_out() -> None:
+    measured = results.candidates_table(result(), 1, 120)
+    assert cells(measured) == [["1.200"], ["10.00"], ["12.00"], ["2577.0"], ["pp64 <w4>"]]
+    said = "Measured on NVIDIA H200. Ratios of the final race come first; "
+    assert str(measured.caption).startswith(said) and str(measured.caption).endswith(" Rows not shown: 1.")
+    replayed = results.candidates_table(result(source="replayed"), None, 120)
+    assert replayed.row_count == 2 and "not shown" not in str(replayed.caption)
+    assert str(replayed.caption).startswith("Replayed from a recording of NVIDIA H200; nothing was measured")
+    ranked = SimpleNamespace(candidate=OURS, total_us=9.0)
+    modelled = results.candidates_table(result(source="modelled", predictions=(ranked,)), 9, 120)
+    assert cells(modelled) == [["9.00"], ["pp64 <w4>"]], "no figure that could pass for a measurement"
+    assert str(modelled.caption) == (
+        "Ranked by a model of NVIDIA H200; nothing was timed, and a model only ranks."
+    )
+    assert results.candidates_table(result(best=None, outcomes=()), 9, 120).row_count == 0
+
+
 def test_figures_of_a_measurement_in_json() -> None:
     device = result().device
     found = results.measurement_figures(LOST, PROBLEM, device)

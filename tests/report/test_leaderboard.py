@@ -6,15 +6,17 @@ import csv
 import dataclasses
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from tunegemm.describe.architectures import PARTS
-from tunegemm.describe.device import Fingerprint, device_from_part
+from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
+from tunegemm.measure.evidence import QUALIFYING, SCREEN, STEADY_FINAL
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.measure.statistics import winner
 from tunegemm.report.leaderboard import Leaderboard, of_all_layers
@@ -53,6 +55,30 @@ def database(tmp_path: Path) -> Iterator[Database]:
         yield database
 
 
+def board_of(
+    outcomes: Sequence[Measurement | Failure],
+    names: Mapping[str, str] | None = None,
+    *,
+    problem: Problem = PROBLEM,
+    device: Device = DEVICE,
+    best: Measurement | None = None,
+) -> Leaderboard:
+    """The board of a database in which these were published, each as it was timed, and one confirmed."""
+    with (
+        TemporaryDirectory() as folder,
+        Database.open(Path(folder, "t.sqlite"), create=True) as database,
+    ):
+        keys = {}
+        for outcome in outcomes:
+            is_steady = isinstance(outcome, Measurement) and outcome.is_steady
+            method = STEADY_FINAL if best else QUALIFYING if is_steady else SCREEN
+            label = (names or {}).get(outcome.candidate.digest, "")
+            keys[outcome.candidate] = database.publish(problem, device, outcome, label=label, method=method)
+        if best is not None:
+            database.confirm(problem, device, best, stored_as=keys[best.candidate])
+        return Leaderboard.from_frame(problem, database.frame(problem))
+
+
 def texts(board: Leaderboard, top: int | None = None) -> list[str]:
     """The board in every format."""
     return [board.plain(top), board.markdown(top), board.csv(top), to_json(board.as_dict(top))]
@@ -68,12 +94,12 @@ class TestRanking:
         # The second was measured while the chip was 10 % slower, with its baseline.
         fast, faster = measurement(1.03, 128), measurement(1.07, 256, clock=1.1)
         assert faster.median_us > fast.median_us
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [fast, faster], labels(fast, faster))
+        board = board_of([fast, faster], labels(fast, faster))
         assert ranks(board) == [(1, False, "n256"), (2, False, "n128"), (3, False, "torch.mm")]
 
     def test_the_baselines_row_is_of_the_leaders_interleave(self) -> None:
         outcomes = [measurement(1.03, 128), measurement(1.07, 256, clock=1.1)]
-        frame = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes).frame.set_index("candidate")
+        frame = board_of(outcomes).frame.set_index("candidate")
         baseline = frame.loc["torch.mm"]
         assert baseline["median_us"] == pytest.approx(200.5 * 1.1)
         assert baseline["ratio_to_torch_mm"] == 1
@@ -82,14 +108,14 @@ class TestRanking:
     def test_a_measured_torch_mm_is_not_shown_twice(self) -> None:
         outcomes = [measurement(1.03, 128), measurement(0.999, 1, family="cublaslt")]
         names = {outcomes[1].candidate.digest: "torch.mm"}
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, names)
+        board = board_of(outcomes, names)
         assert list(board.frame["candidate"]).count("torch.mm") == 1
         assert len(board.frame) == 2
 
     def test_closer_than_the_noise_is_a_tie_with_the_first_of_the_rank(self) -> None:
         # Each is within 0.4 % of its neighbour, but the third is not within 0.4 % of the first.
         outcomes = [measurement(1.050, 1), measurement(1.047, 2), measurement(1.044, 3), measurement(0.9, 4)]
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, labels(*outcomes))
+        board = board_of(outcomes, labels(*outcomes))
         assert ranks(board) == [
             (1, True, "n1"), (1, True, "n2"), (3, False, "n3"), (4, False, "torch.mm"), (5, False, "n4"),
         ]  # fmt: skip
@@ -104,7 +130,7 @@ class TestRanking:
             for n, ratio in ((1 << 20, 1.042), (0, 1.0395))
         )
         best = winner(PROBLEM, [ahead, cheaper])
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [ahead, cheaper], best=best.candidate)
+        board = board_of([ahead, cheaper], best=best)
         assert best is cheaper and list(board.frame["chosen"]) == [True, False, False]
         assert list(board.frame["rank"]) == [1, 1, 3] and list(board.frame["tie"]) == [True, True, False]
         assert "closer than the noise, here up to 0.3 %" in board.note
@@ -116,12 +142,12 @@ class TestRanking:
             for ratio, n in ((0.98, 64), (1.02, 128))
         ]
         shared = measurement(1.06, 256)
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [*alone, shared], labels(*alone, shared))
+        board = board_of([*alone, shared], labels(*alone, shared))
         assert [label for _, _, label in ranks(board)] == ["n128", "torch.mm", "n64", "n256"]
         assert list(board.frame["evidence"]) == ["steady", "steady", "steady", "screen"]
         assert "Ordered by evidence (2 steady, 1 screen)" in board.note
-        assert "Ordered" not in Leaderboard.from_outcomes(PROBLEM, DEVICE, alone).note
-        assert "Ordered" not in Leaderboard.from_outcomes(PROBLEM, DEVICE, [shared]).note
+        assert "Ordered" not in board_of(alone).note
+        assert "Ordered" not in board_of([shared]).note
 
     def test_the_last_measurement_counts_and_failures_have_no_row(self) -> None:
         outcomes = [
@@ -129,56 +155,33 @@ class TestRanking:
             Failure(candidate(64), "crash", "illegal address"),
             measurement(1.02, 128),
         ]
-        frame = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes).frame
+        frame = board_of(outcomes).frame
         assert len(frame) == 2
         assert frame["ratio_to_torch_mm"].iloc[0] == pytest.approx(1.02)
 
     def test_figures(self) -> None:
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [measurement(1.0025, 128)])
+        board = board_of([measurement(1.0025, 128)])
         row = board.frame.iloc[0]
         assert row["median_us"] == pytest.approx(200.0)
         assert row["tflops"] == pytest.approx(2 * 4096**3 / 200e-6 / 1e12)
         assert row["percent_of_roofline"] == pytest.approx(100 * row["tflops"] / 989.4, rel=1e-6)
-        memory_bound = Leaderboard.from_outcomes(SMALL, DEVICE, [measurement(1.0025, 128)]).frame.iloc[0]
+        memory_bound = board_of([measurement(1.0025, 128)], problem=SMALL).frame.iloc[0]
         assert memory_bound["percent_of_roofline"] == pytest.approx(100 * SMALL.bytes / 4800e9 / 200e-6)
 
     def test_an_unknown_peak_leaves_its_column_empty(self) -> None:
-        device = dataclasses.replace(DEVICE, peak_tflops=0.0, bandwidth_gbps=0.0)
-        board = Leaderboard.from_outcomes(PROBLEM, device, [measurement(1.05, 128)])
+        unheard = dataclasses.replace(FINGERPRINT, device_name="NVIDIA Unheard")
+        device = dataclasses.replace(DEVICE, fingerprint=unheard)
+        board = board_of([measurement(1.05, 128)], device=device)
         assert board.frame["percent_of_roofline"].isna().all()
         assert board.as_dict()["rows"][0]["percent_of_roofline"] is None
         assert not any("nan" in text.lower() for text in texts(board))
-
-    def test_nothing_measured(self) -> None:
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [Failure(candidate(64), "compile", "spills")])
-        assert board.frame.empty
-        assert all(texts(board, 3))
-
-
-class TestSources:
-    def test_replayed_says_so_everywhere(self) -> None:
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, [measurement(1.05, 128)], source="replayed")
-        for text in (board.plain(), board.markdown(), to_json(board.as_dict())):
-            assert "Replayed from a recording of NVIDIA H200; nothing was measured here." in text
-            assert "Measured" not in text
-        assert all(row["source"] == "replayed" for row in csv.DictReader(io.StringIO(board.csv())))
-
-    def test_modelled_has_no_figure_that_could_pass_for_measured(self) -> None:
-        predictions = [(candidate(64), 250.0), (candidate(256), 190.0)]
-        board = Leaderboard.from_predictions(PROBLEM, DEVICE, predictions, {candidate(256).digest: "n256"})
-        assert list(board.frame["candidate"]) == ["n256", "cute_sm90 tile_n=64"]
-        assert not {"median_us", "tflops", "ratio_to_torch_mm", "percent_of_roofline"} & set(
-            board.frame.columns
-        )
-        assert board.source == "modelled"
-        assert "Ranked by a model of NVIDIA H200; nothing was timed" in board.plain()
 
 
 class TestRendering:
     @pytest.fixture
     def board(self) -> Leaderboard:
         outcomes = [measurement(1.05, 128), measurement(1.02, 64), measurement(0.5, 32)]
-        return Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, labels(*outcomes))
+        return board_of(outcomes, labels(*outcomes))
 
     def test_table(self, board: Leaderboard) -> None:
         text = board.plain()
@@ -235,7 +238,7 @@ class TestRendering:
             o.candidate.digest: f"pp128x{o.candidate['tile_n']:03}x128 s12 c2x2 e16 rm w8 all"
             for o in outcomes
         }
-        board = Leaderboard.from_outcomes(PROBLEM, DEVICE, outcomes, names)
+        board = board_of(outcomes, names)
         text = io.StringIO()
         Console(file=text, width=width).print(board.table(width=width))
         lines = text.getvalue().splitlines()
@@ -250,9 +253,7 @@ class TestRendering:
 
     def test_labels_with_markup_stay_text(self) -> None:
         outcome = measurement(1.05, 128)
-        board = Leaderboard.from_outcomes(
-            PROBLEM, DEVICE, [outcome], {outcome.candidate.digest: "a|b [red]x"}
-        )
+        board = board_of([outcome], {outcome.candidate.digest: "a|b [red]x"})
         assert "a|b [red]x" in board.plain()
         assert "a\\|b \\[red\\]x" in board.markdown()
 

@@ -37,9 +37,9 @@ def result(**changes: object) -> TuneResult:
 def test_a_result_prints_as_a_short_table_and_its_winner_can_be_pasted() -> None:
     title, head, first, second, winner = str(result()).splitlines()
     assert title == "512x6144x4096 bf16 tn on NVIDIA H200, measured, 1.5 s"
-    assert head.split() == ["x", "torch.mm", "us", "torch.mm", "us", "kernel"]
-    assert first.split() == ["1.200", "10.00", "12.00", "pp64", "<w4>"]
-    assert second.split() == ["1.000", "12.00", "12.00", "torch.mm"]
+    assert head.split() == ["x", "torch.mm", "us", "torch.mm", "us", "TFLOP/s", "kernel"]
+    assert first.split() == ["1.200", "10.00", "12.00", "2577.0", "pp64", "<w4>"]
+    assert second.split() == ["1.000", "12.00", "12.00", "2147.5", "torch.mm"]
     assert eval(winner, {"Candidate": Candidate}) == OURS
     assert repr(result()).count("\n") == 0 and "1.200 x torch.mm by pp64 <w4>" in repr(result())
     assert "no result" in repr(result(best=None, outcomes=()))
@@ -59,6 +59,15 @@ def test_times_are_at_the_clock_of_the_winners_race() -> None:
     lines = str(result(outcomes=(*result().outcomes, slower))).splitlines()
     rows = [line.split()[:3] for line in lines[2:5]]
     assert rows == [["1.200", "10.00", "12.00"], ["1.100", "10.91", "12.00"], ["1.000", "12.00", "12.00"]]
+
+
+def test_what_the_final_race_timed_comes_before_what_was_only_screened() -> None:
+    """Ratios of a screen and of a race do not compare."""
+    screened = Measurement(OURS.with_launch(swizzle_size=1), (8.0,) * 8, (12.0,) * 8, 0.0, 0.002)
+    mm, best, _ = result().outcomes
+    stages = ("screen", "screen", "final", "final")
+    rows = result(outcomes=(screened, best, mm, best), stages=stages).rows()
+    assert [measurement for _, measurement in rows] == [best, mm, screened]
 
 
 def test_in_a_notebook_it_is_a_table_in_which_nothing_is_markup() -> None:

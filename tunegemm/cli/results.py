@@ -23,19 +23,18 @@ if TYPE_CHECKING:
     from tunegemm.describe.problem import Problem
     from tunegemm.describe.space import Candidate
     from tunegemm.measure.outcome import Outcome
-    from tunegemm.report.leaderboard import Leaderboard
     from tunegemm.tuning.program import TunedDemand
     from tunegemm.tuning.progress import TuneResult
 
 
 def show(console: Console, result: TuneResult, top: int | None, where: str, budget_s: float | None) -> None:
-    """Prints the leaderboard of one tuning, its failures, and how to use the winner.
+    """Prints the table of one tuning, its failures, and how to use the winner.
 
-    top: rows of the leaderboard; None for all. where: what stores the winner. budget_s: requested time limit.
+    top: rows of the table; None for all. where: what stores the winner. budget_s: requested time limit.
     """
-    board = leaderboard(result)
-    if not board.frame.empty:
-        console.print(board.table(top, width=console.width))
+    table = candidates_table(result, top, console.width)
+    if table.row_count:
+        console.print(table)
     note = f"Note: {result.note}." if result.note and not result.predictions else ""
     over_s = result.seconds - (budget_s or result.seconds)
     if over_s > 1:
@@ -44,18 +43,26 @@ def show(console: Console, result: TuneResult, top: int | None, where: str, budg
     printing.say(*filter(None, [failure_line(result)] if result.interrupted else closing))
 
 
-def leaderboard(result: TuneResult) -> Leaderboard:
-    """What was measured or replayed; without that the model's order of the kernels that were compiled."""
-    from tunegemm.report.leaderboard import Leaderboard
+#: Where times are from, for the device's name.
+_ORIGINS = {
+    "measured": "Measured on {}.",
+    "replayed": "Replayed from a recording of {}; nothing was measured here.",
+    "modelled": "Ranked by a model of {}; nothing was timed, and a model only ranks.",
+}
 
-    problem, device, labels = result.problem, result.device, result.labels
-    if result.predictions:
-        predictions = [(prediction.candidate, prediction.total_us) for prediction in result.predictions]
-        return Leaderboard.from_predictions(problem, device, predictions, labels)
-    best = result.best.candidate if result.best is not None else None
-    return Leaderboard.from_outcomes(
-        problem, device, result.reported, labels, source=result.source, best=best
-    )
+
+def candidates_table(result: TuneResult, top: int | None, width: int) -> Table:
+    """What was measured or replayed; without that the model's order of the kernels that were compiled."""
+    from tunegemm.tuning.progress import cells_of
+
+    headings, *rows = cells_of(result)
+    note = _ORIGINS[result.source].format(result.device.name)
+    if not result.predictions:
+        note += " Ratios of the final race come first; times are at the clock of the first row's race."
+    if hidden := len(rows[top:]) if top is not None else 0:
+        note += f" Rows not shown: {hidden}."
+    title = f"{result.problem} on {result.device.name}"
+    return fitted(title, headings, rows[:top], {"kernel": 36}, width=width, caption=note)
 
 
 def each_failure(result: TuneResult) -> list[str]:

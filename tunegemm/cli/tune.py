@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -152,7 +150,7 @@ def tuned(
             Request(item, search.effort or "quick", search.trials, search.budget_s, following)
             for item, following in itertools.zip_longest(problems, problems[1:])
         ]
-        return tuning.tune_all(requests, loading_pandas(update) if update is not None else None)
+        return tuning.tune_all(requests, update)
     if not isinstance(tuning, Tuner):
         raise arguments.UsageError("--candidate needs one GPU; give --device cuda:N")
     return race_named(tuning, problems, search.candidate)
@@ -190,20 +188,6 @@ def show(session: Session, result: TuneResult) -> None:
             printing.say(*results.each_failure(result))
         top = None if output.verbose else output.top
         results.show(printing.stdout_console(), result, top, where, session.search.budget_s)
-
-
-def loading_pandas(update: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """A callback that also imports pandas at the first measurement, while the GPU works: the printed table
-    needs it, and the import takes 0.4 s.
-    """
-    thread = threading.Thread(target=importlib.import_module, args=("pandas",), daemon=True)
-
-    def update_and_import(progress: Progress) -> None:
-        if progress.measured and thread.ident is None:
-            thread.start()
-        update(progress)
-
-    return update_and_import
 
 
 def tune_program(session: Session, demands: Sequence[Demand], refused: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import functools
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,14 @@ from typing import TYPE_CHECKING, Any
 from tunegemm.describe.architectures import PARTS, part_named
 from tunegemm.describe.device import Device, Fingerprint, device_from_part
 from tunegemm.describe.problem import Problem
-from tunegemm.describe.space import Candidate
 from tunegemm.describe.stored import FIELDS, document_of, problem_of
-from tunegemm.measure.evidence import QUALIFYING, SCREEN, Evidence
-from tunegemm.measure.outcome import Measurement, Outcome
+from tunegemm.measure.evidence import Evidence
 from tunegemm.measure.statistics import NOISE_FLOOR, tie
 from tunegemm.report.text import clean, fitted, markdown, significant
 from tunegemm.store.codec import FINGERPRINT_FIELDS
 from tunegemm.store.frames import by_evidence, of_records
 from tunegemm.store.layers import of_databases
 from tunegemm.store.shipped import read_shipped
-from tunegemm.tuning.progress import Source
 
 if TYPE_CHECKING:
     import pandas
@@ -55,7 +52,6 @@ COLUMNS: Mapping[str, tuple[str, int | None]] = {
     "candidate": ("candidate", None),
     "median_us": ("median us", -1),
     "torch_mm_us": ("torch.mm us", -1),
-    "predicted_us": ("predicted us", -1),
     "tflops": ("TFLOP/s", 1),
     "percent_of_roofline": ("% of roofline", 1),
     "spread_percent": ("spread %", 1),
@@ -78,10 +74,9 @@ _READABLE = {"candidate": 36, "problem": 16}
 
 @dataclass(frozen=True)
 class Leaderboard:
-    """Rows, best first, with their title and source."""
+    """Rows, best first, with their title and a note."""
 
     title: str
-    source: Source
     note: str
     """One or two sentences: the source of the times, and the rows left out."""
     frame: pandas.DataFrame = field(compare=False)
@@ -89,79 +84,7 @@ class Leaderboard:
     ``problem``, ``ratio_to_torch_mm``, ``candidate`` (its label), ``median_us``, ``torch_mm_us`` (torch's
     time in the same rounds), ``tflops``, ``percent_of_roofline``, ``spread_percent``, ``family``,
     ``device``, ``evidence`` (``screen`` to ``final``; the better comes first), ``chosen`` (whether it is
-    dispatched),
-    ``origin`` (source of an import).
-    A modelled one has ``predicted_us`` in place of all figures, since a model only ranks."""
-
-    @classmethod
-    def from_outcomes(
-        cls,
-        problem: Problem,
-        device: Device,
-        outcomes: Iterable[Outcome],
-        labels: Mapping[str, str] | None = None,
-        *,
-        source: Source = "measured",
-        best: Candidate | None = None,
-    ) -> Leaderboard:
-        """The outcomes of one tuning. The last measurement of each candidate counts; failures have no row.
-
-        labels: candidate digest -> short name; a candidate without one shows its parameters. best: the winner
-        of the final race, which comes first.
-        """
-        import pandas
-
-        latest = {outcome.candidate: outcome for outcome in outcomes if isinstance(outcome, Measurement)}
-        names = labels or {}
-        frame = pandas.DataFrame(
-            [
-                {
-                    "candidate": candidate.digest,
-                    "label": names.get(candidate.digest, str(candidate)),
-                    "family": candidate.family,
-                    **{name: getattr(measurement, name) for name in _FIGURES},
-                    "baseline_spread": replace(measurement, samples_us=measurement.baseline_us).spread,
-                    "method": QUALIFYING if measurement.is_steady else SCREEN,
-                    "confirmed": False,
-                    "origin": "",
-                    "chosen": candidate == best,
-                }
-                for candidate, measurement in latest.items()
-            ],
-            columns=_ROW,
-        )
-        origin = f"Measured on {device.name}."
-        if source == "replayed":
-            origin = f"Replayed from a recording of {device.name}; nothing was measured here."
-        note = f"{origin} {_how_to_read(frame)}".strip()
-        return cls(f"{problem} on {device.name}", source, note, _ranked(frame, problem, device))
-
-    @classmethod
-    def from_predictions(
-        cls,
-        problem: Problem,
-        device: Device,
-        predictions: Iterable[tuple[Candidate, float]],
-        labels: Mapping[str, str] | None = None,
-    ) -> Leaderboard:
-        """A model's ranking by predicted microseconds, without any figure that could be mistaken for a
-        measurement."""
-        import pandas
-
-        names = labels or {}
-        ranked = sorted(predictions, key=lambda pair: pair[1])
-        frame = pandas.DataFrame(
-            {
-                "rank": range(1, len(ranked) + 1),
-                "problem": str(problem),
-                "candidate": [names.get(candidate.digest, str(candidate)) for candidate, _ in ranked],
-                "predicted_us": [predicted_us for _, predicted_us in ranked],
-                "family": [candidate.family for candidate, _ in ranked],
-                "device": device.name,
-            }
-        )
-        note = f"Ranked by a model of {device.name}; nothing was timed, and a model only ranks."
-        return cls(f"{problem} on {device.name}", "modelled", note, frame)
+    dispatched), ``origin`` (source of an import)."""
 
     @classmethod
     def from_frame(cls, problem: Problem, frame: pandas.DataFrame) -> Leaderboard:
@@ -174,7 +97,7 @@ class Leaderboard:
         boards = [_ranked(group, problem, device) for device, group in groups]
         ranked = pandas.concat(boards or [_ranked(frame, problem, _device_named(""))], ignore_index=True)
         title = f"{problem} on {_names(ranked)}" if groups else str(problem)
-        return cls(title, "measured", _stored_note(frame, groups), ranked)
+        return cls(title, _stored_note(frame, groups), ranked)
 
     @classmethod
     def summary(cls, frame: pandas.DataFrame) -> Leaderboard:
@@ -209,9 +132,9 @@ class Leaderboard:
             spread_percent=100 * result["spread"].where(~lost, result["baseline_spread"]),
             family=result["family"].where(~lost, VENDOR_FAMILY),
             device=result["device_name"],
-        )[list(_SUMMARY_COLUMNS)].reset_index(drop=True)
+        )[[name for name in COLUMNS if name != "rank"]].reset_index(drop=True)
         title = f"Best per problem on {_names(table)}" if len(table) else "Best per problem"
-        return cls(title, "measured", _mean_note(table), table)
+        return cls(title, _mean_note(table), table)
 
     def top(self, count: int | None) -> Leaderboard:
         """The first `count` rows per device, and the baseline's row wherever it is; all rows for None."""
@@ -258,7 +181,7 @@ class Leaderboard:
     def csv(self, top: int | None = None) -> str:
         """Comma-separated, one header line, plain numbers; the column ``source`` says how the times were
         obtained."""
-        frame = self.top(top).frame.assign(source=self.source)
+        frame = self.top(top).frame.assign(source="measured")
         frame = frame.map(lambda value: clean(value) if isinstance(value, str) else value)
         return str(frame.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
@@ -268,7 +191,7 @@ class Leaderboard:
         rows = [
             {name: _plain(value) for name, value in row.items()} for row in board.frame.to_dict("records")
         ]
-        return {"title": board.title, "source": board.source, "note": board.note, "rows": rows}
+        return {"title": board.title, "source": "measured", "note": board.note, "rows": rows}
 
     def plain(self, top: int | None = None) -> str:
         """The table for a file: without colours, and wide enough for every column."""
@@ -327,26 +250,15 @@ def of_all_layers(read: Callable[[Database], pandas.DataFrame]) -> tuple[pandas.
 
 _PROBLEM_FIELDS = list(FIELDS)
 _PLACE = [*_PROBLEM_FIELDS, "device_name"]
-_SUMMARY_COLUMNS = (
-    "problem", "ratio_to_torch_mm", "candidate", "median_us", "torch_mm_us", "tflops", "percent_of_roofline",
-    "spread_percent", "family", "device",
-)  # fmt: skip
-
-
-#: What is ranked of a measurement: these figures, by their names in `Measurement` and in `Database.frame`.
-_FIGURES = ("median_us", "baseline_median_us", "ratio", "spread", "noise")
-_ROW = [
-    "candidate", "label", "family", *_FIGURES, "baseline_spread", "method", "confirmed", "origin", "chosen",
-]  # fmt: skip
 
 
 def _ranked(frame: pandas.DataFrame, problem: Problem, device: Device) -> pandas.DataFrame:
-    """The board of one problem on one device. frame: of `_ROW`; `chosen` defaults to `confirmed`."""
+    """The board of one problem on one device, from rows of `Database.frame`."""
     import pandas
 
     unnamed = frame["family"] + " " + frame["candidate"]
     label = frame["label"].where(frame["label"] != "", unnamed)
-    chosen = frame.get("chosen", frame["confirmed"]).astype(bool)
+    chosen = frame["confirmed"].astype(bool)
     # torch.mm as a candidate beside itself differs from 1 by the noise.
     ratio = frame["ratio"].where(label != BASELINE, 1.0)
     torch_us = frame["baseline_median_us"].where(label != BASELINE, frame["median_us"])

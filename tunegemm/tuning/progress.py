@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -128,20 +129,23 @@ class TuneResult:
     """The stage of each outcome: ``library``, ``screen``, ... and ``final``."""
 
     def rows(self) -> list[tuple[str, Measurement]]:
-        """Each measured candidate by its label: the winner first, then the fastest beside torch.mm.
+        """Each measured candidate by its label: the winner first, then the others of the final race, then
+        those that were only screened, the fastest beside torch.mm first.
 
         The last measurement of each candidate counts; for the winner, the one that is reported.
         """
-        latest = {
-            measurement.candidate: measurement
-            for measurement in self.reported
-            if isinstance(measurement, Measurement)
-        }
+        latest: dict[Candidate, tuple[bool, Measurement]] = {}
+        for outcome, stage in itertools.zip_longest(self.reported, self.stages):
+            if isinstance(outcome, Measurement):
+                latest[outcome.candidate] = stage == "final", outcome
         best = self.best.candidate if self.best is not None else None
-        ordered = sorted(
-            latest.values(), key=lambda measurement: (measurement.candidate != best, -measurement.ratio)
-        )
-        return [(self.label(measurement.candidate), measurement) for measurement in ordered]
+
+        def place(row: tuple[bool, Measurement]) -> tuple[bool, bool, float]:
+            was_raced, measurement = row
+            return measurement.candidate != best, not was_raced, -measurement.ratio
+
+        ordered = sorted(latest.values(), key=place)
+        return [(self.label(measurement.candidate), measurement) for _, measurement in ordered]
 
     @property
     def reported(self) -> tuple[Outcome, ...]:
@@ -167,7 +171,7 @@ class TuneResult:
 
     def __str__(self) -> str:
         lines = [self._title()]
-        cells = self._cells()
+        cells = cells_of(self, _SHOWN)
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         for row in cells:
             figures = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
@@ -178,7 +182,7 @@ class TuneResult:
 
     def _repr_html_(self) -> str:
         """The table, for a notebook."""
-        head, *body = self._cells()
+        head, *body = cells_of(self, _SHOWN)
         cells = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"]
         cells += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body]
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
@@ -187,21 +191,19 @@ class TuneResult:
     def _title(self) -> str:
         return f"{self.problem} on {self.device.name}, {self.source}, {self.seconds:.1f} s"
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        """Return a heading and the printed rows."""
-        if self.predictions:
-            ranked = [
-                (f"{prediction.total_us:.2f}", self.label(prediction.candidate))
-                for prediction in self.predictions[:_SHOWN]
-            ]
-            return [("model us", "kernel"), *ranked]
-        shown = self.rows()[:_SHOWN]
-        ratios = [1.0 if is_torch(item.candidate) else item.ratio for _, item in shown]
-        # Races run at other clocks: as on a leaderboard, times are at the clock of the first row's race.
-        torch_us = shown[0][1].baseline_median_us if shown else 0.0
-        rows = [
-            (f"{ratio:.3f}", f"{torch_us / ratio if place else item.median_us:.2f}", f"{torch_us:.2f}", label)
-            for place, (ratio, (label, item)) in enumerate(zip(ratios, shown, strict=True))
-        ]
-        torchs = self.problem.torch_call
-        return [(f"x {torchs}", "us", f"{torchs} us", "kernel"), *rows]
+
+def cells_of(result: TuneResult, most: int | None = None) -> list[tuple[str, ...]]:
+    """A heading, and the first rows of a result as text: of what was timed, or of the model's ranking."""
+    if result.predictions:
+        ranked = result.predictions[:most]
+        return [("model us", "kernel"), *((f"{p.total_us:.2f}", result.label(p.candidate)) for p in ranked)]
+    shown, torchs = result.rows()[:most], result.problem.torch_call
+    # Races run at other clocks: as on a leaderboard, times are at the clock of the first row's race.
+    torch_us = shown[0][1].baseline_median_us if shown else 0.0
+    cells: list[tuple[str, ...]] = [(f"x {torchs}", "us", f"{torchs} us", "TFLOP/s", "kernel")]
+    for place, (label, item) in enumerate(shown):
+        ratio = 1.0 if is_torch(item.candidate) else item.ratio
+        us = torch_us / ratio if place else item.median_us
+        figures = f"{ratio:.3f}", f"{us:.2f}", f"{torch_us:.2f}", f"{result.problem.flops / us / 1e6:.1f}"
+        cells.append((*figures, label))
+    return cells
