@@ -28,6 +28,7 @@ from tests.tuning.planted import DEVICE, Timed, planted_tuner
 from tunegemm.choose.neighbours import Offer
 from tunegemm.choose.selection import select
 from tunegemm.choose.snapshot import Snapshot, read_snapshot
+from tunegemm.cli.verify import prediction_line
 from tunegemm.describe.device import Device, find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
@@ -42,7 +43,7 @@ from tunegemm.store import Database
 from tunegemm.store.record import Record
 from tunegemm.tuning.progress import TuneResult
 from tunegemm.tuning.tuner import Tuner
-from tunegemm.tuning.verify import Feedback, Measure, measure, measuring, predictions
+from tunegemm.tuning.verify import Measure, measure, measuring, predictions
 
 
 @functools.cache
@@ -89,21 +90,22 @@ def database(location: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def race(database: Database, tmp_path: Path) -> Iterator[Callable[[Timed], Feedback]]:
-    """Measures what is predicted of the first problem."""
+def race(database: Database, tmp_path: Path) -> Iterator[Callable[[Timed], str]]:
+    """Measures what is predicted of the first problem, and says what became of it."""
     with planted_tuner(DEVICE, database, cache=tmp_path) as tuner:
 
-        def run(measurer: Timed) -> Feedback:
+        def run(measurer: Timed) -> str:
             tuner.measurer_for = lambda problem: measurer  # type: ignore[method-assign,assignment]
-            return measure(tuner, problem_of(), predicted()[problem_of()])
+            options = predicted()[problem_of()]
+            return prediction_line(options[0], measure(tuner, problem_of(), options))
 
         yield run
 
 
-def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], database: Database) -> None:
+def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], str], database: Database) -> None:
     first = predicted()[problem_of()][0]
-    feedback = race(timed(1.07, 1.02))
-    assert f"was predicted at {first.expected:.3f} x torch.mm and measured at 1.070: won" in str(feedback)
+    said = race(timed(1.07, 1.02))
+    assert f"was predicted at {first.expected:.3f} x torch.mm and measured at 1.070: won" in said
     record = database.best(problem_of(), DEVICE.fingerprint)
     assert record is not None and record.candidate == first.record.candidate and record.confirmed
     found = select(read_snapshot(), problem_of(), DEVICE)
@@ -115,13 +117,13 @@ def test_what_won_is_the_record_and_is_hit(race: Callable[[Timed], Feedback], da
 @pytest.mark.slow
 @pytest.mark.long
 def test_what_lost_falls_back_in_a_new_process(
-    race: Callable[[Timed], Feedback], database: Database, location: Path, forks: Forks
+    race: Callable[[Timed], str], database: Database, location: Path, forks: Forks
 ) -> None:
     shape = problem_of().shape
     before = here("explain", "--shape", shape, "--device", "model:h200").stdout
     assert "dispatch  predicted, " in before
-    feedback = race(timed(0.96))
-    assert "measured at 0.960: lost, and torch.mm is the record" in str(feedback)
+    said = race(timed(0.96))
+    assert "measured at 0.960: lost, and torch.mm is the record" in said
     assert {entry.candidate for entry in database.measurements(problem_of())} >= {
         option.record.candidate for option in predicted()[problem_of()]
     }, "what was measured is kept"
@@ -146,7 +148,7 @@ def test_what_lost_falls_back_in_a_new_process(
 
 
 def test_explain_shows_a_prediction_until_it_is_measured(
-    race: Callable[[Timed], Feedback], location: Path
+    race: Callable[[Timed], str], location: Path
 ) -> None:
     device = find_device("model:h200")
     assert explain_problem(problem_of(), device).outcome == "predicted"
@@ -155,10 +157,10 @@ def test_explain_shows_a_prediction_until_it_is_measured(
     assert after.outcome == "hit" and after.offer is None
 
 
-def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], database: Database) -> None:
+def test_one_that_lost_to_another_prediction(race: Callable[[Timed], str], database: Database) -> None:
     first, second = predicted()[problem_of()][:2]
-    feedback = race(timed(0.96, 1.05, 0.9))
-    assert f"measured at 0.960: the record is {second.record.label}, also predicted" in str(feedback)
+    said = race(timed(0.96, 1.05, 0.9))
+    assert f"measured at 0.960: the record is {second.record.label}, also predicted" in said
     record = database.best(problem_of(), DEVICE.fingerprint)
     assert record is not None and record.candidate == second.record.candidate
     assert first.record.candidate != second.record.candidate
@@ -166,15 +168,15 @@ def test_one_that_lost_to_another_prediction(race: Callable[[Timed], Feedback], 
 
 @pytest.mark.parametrize("ratio", [1.07, 0.96])
 def test_a_race_beside_other_work_is_run_again(
-    race: Callable[[Timed], Feedback], database: Database, ratio: float
+    race: Callable[[Timed], str], database: Database, ratio: float
 ) -> None:
     """What it measured counts meanwhile, as after a tuning; the next race confirms a record."""
     for noise in (0.2, 0.001):
         assert predictions(read_snapshot(), problem_of(), DEVICE) == (predicted()[problem_of()], "")
-        feedback = race(timed(ratio, noise=noise))
+        said = race(timed(ratio, noise=noise))
         record = database.best(problem_of(), DEVICE.fingerprint)
         assert record is not None and record.is_torch == (ratio < 1) and record.confirmed == (noise < 0.1)
-        assert ("no record is confirmed" in str(feedback)) == (noise > 0.1)
+        assert ("no record is confirmed" in said) == (noise > 0.1)
     assert "it has a record" in predictions(read_snapshot(), problem_of(), DEVICE)[1]
 
 
@@ -193,7 +195,7 @@ def test_nothing_is_measured_where_nothing_runs_or_is_timed(database: Database, 
 
 
 def test_what_has_a_record_meanwhile_is_left_alone(
-    race: Callable[[Timed], Feedback], database: Database, monkeypatch: pytest.MonkeyPatch
+    race: Callable[[Timed], str], database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     race(timed(1.07))
     monkeypatch.setattr(Tuner, "race", lambda *_, **__: pytest.fail("measured"))
@@ -299,7 +301,7 @@ class Serving:
             def run(problem: Problem, options: Sequence[Offer], seconds: float) -> TuneResult:
                 (self.measured if options else self.tuned).append(problem)
                 if options:
-                    return measure(tuner, problem, options).result
+                    return measure(tuner, problem, options)
                 return tuner.race(problem, [hopper()])
 
             yield run

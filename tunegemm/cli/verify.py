@@ -14,6 +14,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.workload import read
 
 if TYPE_CHECKING:
+    from tunegemm.choose.neighbours import Offer
     from tunegemm.store import Record
     from tunegemm.store.validity import Judgement
     from tunegemm.tuning.progress import TuneResult
@@ -96,14 +97,36 @@ def verify_predicted(problems: list[Problem], spec: str | None, db: str | None, 
     with Database.open(db, create=True) as database, Tuner(opened, database, workers=workers) as tuner:
         snapshot = Snapshot(database.records()) if db is not None else read_snapshot()
         for problem in problems:
-            result, why = predictions(snapshot, problem, opened)
-            if not result:
+            options, why = predictions(snapshot, problem, opened)
+            if not options:
                 printing.say(f"{problem}: {why}")
                 continue
-            feedback = measure(tuner, problem, result)
-            printing.say(feedback)
-            if feedback.result.interrupted:
+            result = measure(tuner, problem, options)
+            printing.say(prediction_line(options[0], result))
+            if result.interrupted:
                 raise typer.Exit(130)
+
+
+def prediction_line(predicted: Offer, result: TuneResult) -> str:
+    """What became of a product's prediction: of the kernel with the highest predicted speed."""
+    from tunegemm.generate.cublaslt import is_torch
+    from tunegemm.measure.outcome import Measurement
+
+    kernel, best = predicted.record, result.best
+    text = f"{result.problem}: {kernel.label} was predicted at {predicted.expected:.3f} x torch.mm"
+    if best is None:
+        return f"{text}; nothing could be measured ({result.note})"
+    ratios = {one.candidate: one.ratio for one in result.outcomes if isinstance(one, Measurement)}
+    measured = ratios.get(kernel.candidate)
+    text += " and failed" if measured is None else f" and measured at {measured:.3f}"
+    if best.candidate == kernel.candidate:
+        outcome = "won, and is the record"
+    elif is_torch(best.candidate):
+        outcome = "lost, and torch.mm is the record"
+    else:
+        name = result.label(best.candidate)
+        outcome = f"the record is {name}, also predicted, and measured at {best.ratio:.3f}"
+    return f"{text}: {result.note or outcome}"
 
 
 def outcome_line(record: Record, judgement: Judgement, result: TuneResult) -> str:

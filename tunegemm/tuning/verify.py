@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from tunegemm.choose.neighbours import Offer
 from tunegemm.choose.predictions import outlook
@@ -19,9 +18,8 @@ from tunegemm.choose.snapshot import Snapshot, read_snapshot
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import MeasureError
-from tunegemm.generate.cublaslt import TORCH_MM, is_torch
+from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.evidence import leaders
-from tunegemm.measure.outcome import Measurement
 from tunegemm.store import Database
 from tunegemm.store.history import TOP
 from tunegemm.store.record import Record
@@ -63,39 +61,6 @@ def verify(tuner: Tuner, record: Record, top: int = TOP) -> TuneResult:
     return tuner.race(record.problem, [candidate for candidate in candidates if candidate is not None])
 
 
-@dataclass(frozen=True)
-class Feedback:
-    """What became of a product's prediction."""
-
-    predicted: Offer
-    """The kernel with the highest predicted speed."""
-    result: TuneResult
-
-    @property
-    def measured(self) -> Measurement | None:
-        """What the predicted kernel measured; None where it failed."""
-        result = {
-            outcome.candidate: outcome for outcome in self.result.outcomes if isinstance(outcome, Measurement)
-        }
-        return result.get(self.predicted.record.candidate)
-
-    def __str__(self) -> str:
-        """One line for people."""
-        ahead, best = self.predicted, self.result.best
-        text = f"{self.result.problem}: {ahead.record.label} was predicted at {ahead.expected:.3f} x torch.mm"
-        if best is None:
-            return f"{text}; nothing could be measured ({self.result.note})"
-        text += " and failed" if self.measured is None else f" and measured at {self.measured.ratio:.3f}"
-        if best.candidate == ahead.record.candidate:
-            outcome = "won, and is the record"
-        elif is_torch(best.candidate):
-            outcome = "lost, and torch.mm is the record"
-        else:
-            name = self.result.labels[best.candidate.digest]
-            outcome = f"the record is {name}, also predicted, and measured at {best.ratio:.3f}"
-        return f"{text}: {self.result.note or outcome}"
-
-
 def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[Sequence[Offer], str]:
     """The kernels that dispatch would launch by prediction; if there are none, the reason in one clause.
 
@@ -114,7 +79,7 @@ def predictions(snapshot: Snapshot, problem: Problem, device: Device) -> tuple[S
     return (), f"not predicted: it has a record, {label(record.candidate)}"
 
 
-def measure(tuner: Tuner, problem: Problem, options: Sequence[Offer]) -> Feedback:
+def measure(tuner: Tuner, problem: Problem, options: Sequence[Offer]) -> TuneResult:
     """Race the predicted kernels of a problem, the best first, with torch.mm; the winner becomes the record.
 
     Kernels that neither ship nor are in the object store are compiled. Raises DeviceError if nothing can be
@@ -126,7 +91,7 @@ def measure(tuner: Tuner, problem: Problem, options: Sequence[Offer]) -> Feedbac
         raise MeasureError(
             f"{problem}: {options[0].record.label} was predicted but cannot run here; leave this shape out"
         )
-    return Feedback(options[0], tuner.race(problem, runs))
+    return tuner.race(problem, runs)
 
 
 Measure = Callable[[Problem, Sequence[Offer], float], TuneResult | None]
@@ -145,7 +110,7 @@ def measuring(device: Device) -> Iterator[Measure]:
             if read_snapshot().find(problem, device.fingerprint) is not None:
                 return None
             if options:
-                return measure(tuner, problem, options).result
+                return measure(tuner, problem, options)
             return tuner.tune(problem, budget_seconds=seconds)
 
         yield measure_unless_known
