@@ -72,28 +72,16 @@ class TestTune:
         assert "a model's ranking, no measurement; nothing stored" in run.stdout
 
     def test_without_a_gpu_one_line_says_what_happens(self, documents: list[dict[str, Any]]) -> None:
-        from tunegemm.cli.session import without_gpu
         from tunegemm.describe.device import cuda_device_count
-        from tunegemm.describe.problem import Problem
-        from tunegemm.tuning.tuner import open_device
 
         if cuda_device_count():
             pytest.skip("there is a GPU here")
         run = here("tune", "--shape", SHAPE, "--families", "cute_sm90", "--trials", "2")
         first = run.stderr.splitlines()[0]
         assert first.startswith("No CUDA GPU here: candidates are compiled for sm_90a; times come from")
+        assert first.endswith("where it has none, a model ranks the kernels. Nothing is stored.")
         run = here("tune", "--shape", "72x72x72", "--families", "cublaslt", "--trials", "1", code=None)
-        assert "no time was recorded for 72x72x72" in run.stderr and "times come from" not in run.stderr
-        other = f"{SHAPE},72x72x72"
-        for shapes, families, said in [
-            (SHAPE, None, "times come from a recorded NVIDIA H200 (replay:h200). N"),
-            (SHAPE, ["skinny", "cublaslt"], "times come from a recorded NVIDIA H200 (replay:h200). N"),
-            (SHAPE, ["skinny"], f"no time of skinny was recorded for {SHAPE} bf16 tn: a model ranks"),
-            (other, ["skinny"], "sm_90a; no time was recorded for 2 of 2 products: a model ranks"),
-            (other, None, "(replay:h200); no time was recorded for 1 of 2 products: a model ranks"),
-        ]:
-            problems = [Problem.parse(shape) for shape in shapes.split(",")]
-            assert said in without_gpu(open_device("replay:h200"), problems, families)
+        assert "72x72x72 bf16 tn has no times of cublaslt on replay:h200" in run.stderr
 
     @pytest.mark.slow
     def test_with_backward_tunes_the_products_of_the_backward_pass(self) -> None:

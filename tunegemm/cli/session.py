@@ -16,7 +16,6 @@ from tunegemm.cli.tune_options import Output, Place, Search
 from tunegemm.describe.problem import Problem
 
 if TYPE_CHECKING:
-    from tunegemm.describe.device import Device
     from tunegemm.measure.worker import Child
     from tunegemm.store import Database
     from tunegemm.tuning.cluster import Pool
@@ -71,7 +70,13 @@ def open_session(
         spec = f"cuda:{gpus[0]}" if gpus else place.device
         tuning, database = open_tuner(stack, spec, asked_for, place.db, how)
     if not (is_named or tuning.device.is_real or output.is_bare or demanded):
-        printing.say(without_gpu(tuning.device, problems, how["families"]), err=True)
+        device = tuning.device
+        printing.say(
+            f"No CUDA GPU here: candidates are compiled for {device.architecture.compile_target}; times come "
+            f"from a recorded {device.name} ({device.spec}); where it has none, a model ranks the "
+            "kernels. Nothing is stored.",
+            err=True,
+        )
     if search.energy and not tuning.device.is_real:
         printing.say(f"tunegemm: --energy needs a GPU; {tuning.device.spec} meters nothing", err=True)
     if search.study is not None:
@@ -134,26 +139,3 @@ def require_studies(
 
     with Studies(location, database=database.location if database is not None else None) as studies:
         studies.require([study_name(problem, tuning.device) for problem in problems])
-
-
-def without_gpu(device: Device, problems: Sequence[Problem], families: Sequence[str] | None = None) -> str:
-    """What a replayed tuning can tell: which times are known, and that nothing is stored."""
-    from tunegemm.measure.replay import open_replay
-
-    recording = open_replay(device.spec)
-    unknown = []
-    for problem in problems:
-        known = recording.swept(problem)
-        if not known or (families is not None and not any(c.family in families for c in known)):
-            unknown.append(problem)
-    recorded = set(recording.problems())
-    of = f" of {', '.join(families)}" if families is not None and recorded.issuperset(unknown) else ""
-    times = f"times come from a recorded {device.name} ({device.spec})"
-    if unknown:
-        which = str(unknown[0]) if len(problems) == 1 else f"{len(unknown)} of {len(problems)} products"
-        ranked = f"no time{of} was recorded for {which}: a model ranks the kernels"
-        times = ranked if len(unknown) == len(problems) else f"{times}; {ranked}"
-    return (
-        f"No CUDA GPU here: candidates are compiled for {device.architecture.compile_target}; "
-        f"{times}. Nothing is stored."
-    )
