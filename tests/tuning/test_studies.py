@@ -69,13 +69,15 @@ def test_optuna_reads_there_what_was_searched(tmp_path: Path, form: str) -> None
     assert len(loaded(location).trials) > before, "a later search goes on in the same study"
 
 
-def test_a_study_of_another_problem_is_refused(tmp_path: Path) -> None:
-    location = str(tmp_path / "study.log")
-    kept(location, searched())
-    with Studies(location) as studies:
-        studies.require(["a problem", "a second one of the same command"])
-        with pytest.raises(StudyError, match="belongs to 'a problem'; use another file for 64x64x64"):
-            studies.require(["64x64x64"])
+@pytest.mark.parametrize("form", ["{}/study.log", "sqlite:///{}/study.db"])
+def test_one_place_keeps_the_studies_of_many_problems(tmp_path: Path, form: str) -> None:
+    location = form.format(tmp_path)
+    for name in ("a problem", "another"):
+        study = searched(5)
+        vars(study.study)["study_name"] = name
+        kept(location, study)
+    storage = Studies(location)._storage
+    assert sorted(optuna.get_all_study_names(storage)) == ["a problem", "another"]
 
 
 def test_a_study_of_another_space_or_of_nobody_is_refused(tmp_path: Path) -> None:

@@ -44,17 +44,16 @@ def open_session(
     stack: ExitStack,
     context: typer.Context,
     asked_for: Sequence[Problem],
-    demanded: Sequence[Problem],
+    is_program: bool,
     search: Search,
     place: Place,
     output: Output,
 ) -> Session:
     """Opens the GPUs and the database. Raises TunegemmError if that fails or an option is bad.
 
-    asked_for: problems from the command line, rejected if too large. demanded: a program's, never rejected.
+    asked_for: problems from the command line, rejected if too large. is_program: a program's are tuned.
     """
     _ = search.budget_s  # reject a bad value before anything starts, like the other options
-    problems = [*asked_for, *demanded]
     is_named = place.is_named
     gpus = arguments.parse_gpus(place.devices) if place.devices is not None else ()
     how = search.tuner_options()
@@ -69,7 +68,7 @@ def open_session(
     else:
         spec = f"cuda:{gpus[0]}" if gpus else place.device
         tuning, database = open_tuner(stack, spec, asked_for, place.db, how)
-    if not (is_named or tuning.device.is_real or output.is_bare or demanded):
+    if not (is_named or tuning.device.is_real or output.is_bare or is_program):
         device = tuning.device
         printing.say(
             f"No CUDA GPU here: candidates are compiled for {device.architecture.compile_target}; times come "
@@ -79,8 +78,6 @@ def open_session(
         )
     if search.energy and not tuning.device.is_real:
         printing.say(f"tunegemm: --energy needs a GPU; {tuning.device.spec} meters nothing", err=True)
-    if search.study is not None:
-        require_studies(tuning, search.study, database, problems)
     return Session(context, tuning, database, search, output, is_named)
 
 
@@ -117,25 +114,17 @@ def open_pool(
     """A tuner on each of several GPUs, and the database where their measurements go."""
     from tunegemm.store import Database
     from tunegemm.tuning import cluster
+    from tunegemm.tuning.studies import Studies
 
     cluster.import_ray()  # if it is not installed, fail before anything starts
     database = stack.enter_context(Database.open(db, create=True))
     stack.enter_context(cluster.started_here(gpus) if ray is None else cluster.connected(ray))
     cluster.refuse_file(database.location)
-    if (study := how["study"]) is not None and "://" not in study:
-        cluster.refuse_file(Path(study))
+    if (study := how["study"]) is not None:
+        if "://" not in study:
+            cluster.refuse_file(Path(study))
+        Studies(study, database=database.location).close()  # refuses a bad one here, before workers start
     place = database.location
     location = str(place) if isinstance(place, Path) else place.render_as_string(hide_password=False)
     opening = functools.partial(cluster.worker_tuner, location, **how)
     return stack.enter_context(cluster.Pool(opening)), database
-
-
-def require_studies(
-    tuning: Tuner | Pool, location: str, database: Database | None, problems: Sequence[Problem]
-) -> None:
-    """Raises StudyError if studies cannot be stored there or belong to other problems."""
-    from tunegemm.tuning.begin import study_name
-    from tunegemm.tuning.studies import Studies
-
-    with Studies(location, database=database.location if database is not None else None) as studies:
-        studies.require([study_name(problem, tuning.device) for problem in problems])

@@ -71,8 +71,7 @@ def command(
         for problem in (forward, *(forward.backward() if with_backward else ())):
             problems.setdefault(problem, forward)
     with ExitStack() as stack:
-        demanded = [demand.problem for demand in demands]
-        session = open_session(stack, context, list(problems), demanded, search, place, output)
+        session = open_session(stack, context, list(problems), bool(demands), search, place, output)
         ended = tune_program(session, demands, refused) if demands else tune_shapes(session, problems)
     raise typer.Exit(ended)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,22 +65,6 @@ class Studies:
         """Close the storage; the copied trials are stored already."""
         if (engine := getattr(self._storage, "engine", None)) is not None:
             engine.dispose()
-
-    def require(self, names: Iterable[str]) -> None:
-        """Check that a file has the studies of this command. Raises StudyError if it has only studies of
-        other problems. A database may have any studies.
-        """
-        import optuna
-
-        if "://" in self.location:
-            return
-        with translated(self.location):
-            others = optuna.get_all_study_names(self._storage)
-        if others and not set(names) & set(others):
-            raise StudyError(
-                f"study {self.location} belongs to {shown(others[0])}; use another file for "
-                f"{next(iter(names))}"
-            )
 
     def begin(self, study: optuna.Study) -> None:
         """Open the stored study of a search. Raises StudyError if it is of another problem or space."""

@@ -43,7 +43,6 @@ from tunegemm.tuning.begin import (
     rank_by_model,
     screened_before,
     start_search,
-    study_name,
     told_from,
 )
 from tunegemm.tuning.kernels import Kernels
@@ -138,11 +137,6 @@ class Tuner:
         self._measurer = None
         if self._studies is not None:
             self._studies.close()
-
-    def require_studies(self, problems: Iterable[Problem]) -> None:
-        """Raises StudyError if the file of studies has only studies of other problems."""
-        if self._studies is not None:
-            self._studies.require([study_name(problem, self.device) for problem in problems])
 
     def tune(
         self,
@@ -411,7 +405,6 @@ def tune(
         tuner = stack.enter_context(
             Tuner(device, database, families=families, seed=seed, sampler=sampler, study=study)
         )
-        tuner.require_studies([problem])
         return tuner.tune(
             problem, effort=effort, trials=trials, budget_seconds=budget_seconds, on_progress=callback
         )
