@@ -1,4 +1,4 @@
-"""What a stored record is worth when something changed since: one pure function, against a table."""
+"""What a stored record is worth when something changed since: one function, against a table."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ from dataclasses import replace
 import pytest
 
 from tunegemm.describe.device import Fingerprint
-from tunegemm.store.validity import Grade, judge
+from tunegemm.describe.problem import Problem
+from tunegemm.describe.space import Candidate
+from tunegemm.store import Record
+from tunegemm.store.validity import Grade, Judgement, judge_stored
 
 HERE = Fingerprint("NVIDIA H200", 132, "9.0", "", 132, "580.159.04", "13.0", "2.11.0+cu130", "4.8.1", "3.6.0")
 
 
+@pytest.fixture(autouse=True)
+def sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tunegemm.store.validity.kernel_source_hash", lambda family: "now")
+
+
+def judge(
+    there: Fingerprint, here: Fingerprint, family: str = "cute_sm90", source: str = "now", layer: str = "user"
+) -> Judgement:
+    candidate = Candidate.make(family, {})
+    return judge_stored(Record(Problem(8, 8, 8), candidate, there, kernel_source=source, layer=layer), here)
+
+
 def grade(family: str = "cute_sm90", source: str = "now", **changes: object) -> tuple[Grade, str]:
-    there = replace(HERE, **changes)  # type: ignore[arg-type]
-    judgement = judge(there, HERE, family=family, source_there=source, source_here="now")
+    judgement = judge(replace(HERE, **changes), HERE, family, source)  # type: ignore[arg-type]
     return judgement.grade, judgement.reason
 
 
@@ -85,8 +99,7 @@ def test_a_record_that_brings_its_kernel_outlives_software(changes: dict[str, st
     source, family = changes.pop("source", "now"), changes.pop("family", "cute_sm90")
     there = replace(HERE, **changes)  # type: ignore[arg-type]
     for one, other in ((there, HERE), (HERE, there)):
-        found = judge(one, other, family=family, source_there=source, source_here="now", has_kernel=True)
-        assert found.grade is expected
+        assert judge(one, other, family, source, "system").grade is expected
 
 
 def test_the_reason_names_what_differs_there_and_here() -> None:
@@ -100,8 +113,5 @@ def test_every_fact_of_a_fingerprint_has_a_say(name: str) -> None:
     """A field that is added to the fingerprint cannot be forgotten here."""
     value = getattr(HERE, name)
     changed = replace(HERE, **{name: value + 1 if isinstance(value, int) else "7.7.7"})
-    grades = {
-        judge(changed, HERE, family=family, source_there="", source_here="").grade
-        for family in ("cute_sm90", "triton_tma")
-    }
+    grades = {judge(changed, HERE, family).grade for family in ("cute_sm90", "triton_tma")}
     assert grades != {Grade.SAME}

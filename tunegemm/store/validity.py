@@ -1,7 +1,7 @@
 """What a stored record is worth here: to be launched, launched and measured again, or only to seed a search.
 
-`judge` is a pure function of two fingerprints and two hashes of kernel sources; dispatch, tuning and
-`tunegemm verify` all ask it, so that none of them has rules of its own. No SQLAlchemy is loaded here.
+`judge_stored` compares fingerprints and hashes of kernel sources; dispatch, tuning and `tunegemm verify` all
+ask it, so that none of them has rules of its own. No SQLAlchemy is loaded here.
 """
 
 from __future__ import annotations
@@ -48,30 +48,28 @@ _COMPILERS = {"cute_": ("cutlass_dsl",), "triton": ("triton",), "gluon_": ("trit
 _EVERY_COMPILER = ("cutlass_dsl", "triton")
 
 
-def judge(
-    there: Fingerprint,
-    here: Fingerprint,
-    *,
-    family: str,
-    source_there: str,
-    source_here: str,
-    has_kernel: bool = False,
-) -> Judgement:
-    """The grade on a device of fingerprint `here` for a measurement under `there`.
+def judge_stored(stored: Record, here: Fingerprint) -> Judgement:
+    """The grade of a record or row on a device of fingerprint `here`, with this program's kernel sources.
 
     A driver's first number is its branch, and within one it changes by patches; of packages and of CUDA
     the first two numbers are the minor version. The software that counts is the family's own.
 
-    has_kernel: its compiled kernel comes with it, and is compiled here where that one cannot run. It serves
-    under any known software: only its times, and how far it is ahead of torch, want to be measured again.
+    A record that ships or is a pack's brings its compiled kernel, which is compiled here where it cannot run.
+    It serves under any known software: only its times, and how far it is ahead of torch, want to be measured
+    again. A pack's kernels of Triton are launched without Triton, so that it does not matter which one is
+    here, if any; the CuTe DSL loads its own, and has to be here.
     """
+    there, family = stored.fingerprint, stored.candidate.family
+    source = kernel_source_hash(family)
+    if stored.layer == "pack":
+        there = dataclasses.replace(there, triton=here.triton)
     differs = {name for name, old in vars(there).items() if old != getattr(here, name)}
     device: list[str] = [name for name in ("device_name", "mig", "sm_count", "sm_budget") if name in differs]
     if "capability" in differs:
         return Judgement(Grade.FOREIGN, _changes(there, here, ["capability", *device]))
     if device:
         return Judgement(Grade.SEED, _changes(there, here, device))
-    if source_there != source_here:
+    if stored.kernel_source != source:
         return Judgement(Grade.SEED, f"kernel sources of {family} changed since")
     compilers = next(
         (names for start, names in _COMPILERS.items() if family.startswith(start)), _EVERY_COMPILER
@@ -79,7 +77,7 @@ def judge(
     software = ["driver", "cuda", "torch", *compilers]
     changed = [name for name in software if name in differs]
     small = {name for name in changed if is_patch(name, getattr(there, name), getattr(here, name))}
-    if has_kernel:
+    if stored.layer in ("pack", "system") and source:  # a library's kernel has none
         known = {name for name in changed if getattr(there, name) and getattr(here, name)}
         small |= {"torch", "cuda"} | known
     large = [name for name in changed if name not in small]
@@ -88,26 +86,6 @@ def judge(
     if changed:
         return Judgement(Grade.VERIFY, _changes(there, here, changed))
     return Judgement(Grade.SAME)
-
-
-def judge_stored(stored: Record, here: Fingerprint) -> Judgement:
-    """The grade of a record or row on a device of fingerprint `here`, with this program's kernel sources.
-
-    A pack brings its kernels along. Triton's are launched without Triton, so that it does not matter which
-    one is here, if any; the CuTe DSL loads its own, and has to be here.
-    """
-    family = stored.candidate.family
-    there = stored.fingerprint
-    if stored.layer == "pack":
-        there = dataclasses.replace(there, triton=here.triton)
-    return judge(
-        there,
-        here,
-        family=family,
-        source_there=stored.kernel_source,
-        source_here=kernel_source_hash(family),
-        has_kernel=stored.layer in ("pack", "system") and bool(kernel_source_hash(family)),
-    )
 
 
 def _changes(there: Fingerprint, here: Fingerprint, names: list[str]) -> str:
