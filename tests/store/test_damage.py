@@ -56,7 +56,7 @@ def _lookup(database: Database) -> Any:
 
 def _report(database: Database) -> Any:
     found = queries.records(database, FINGERPRINT.device_name)
-    counts = queries.measurement_count(database, FINGERPRINT.device_name, ["64x64x64"])
+    counts = queries.measurement_count(database, FINGERPRINT.device_name)
     trials = [queries.trials(database, record, 100) for record in found]
     return counts, trials, queries.failure_counts(database, FINGERPRINT.device_name)
 

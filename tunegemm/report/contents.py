@@ -192,7 +192,9 @@ def from_database(
         part,
         tuple(sorted(winners.values(), key=_slowness)),
         tuple(sorted(details, key=lambda detail: _slowness(detail.winner))),
-        queries.measurement_count(database, name, shapes),
+        sum(len(detail.trials) for detail in details)
+        if shapes
+        else queries.measurement_count(database, name),
         grouped(queries.failure_counts(database, name)),
         tuple(other for other in names if other != name),
     )

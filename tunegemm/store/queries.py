@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Select, func, select
 
-from tunegemm.describe.stored import problem_of
 from tunegemm.store.codec import text
 from tunegemm.store.database import Database
 from tunegemm.store.frames import sound
@@ -18,7 +17,6 @@ from tunegemm.store.models import (
     FailureRow,
     FingerprintRow,
     MeasurementRow,
-    ProblemRow,
     RecordRow,
 )
 from tunegemm.store.record import Record
@@ -80,17 +78,11 @@ def trials(database: Database, record: Record, limit: int) -> list[Record]:
     return readable(reversed(database.read(query)), record_decoder(database.layer), "measurement")
 
 
-def measurement_count(database: Database, device_name: str, shapes: Collection[str] = ()) -> int:
-    """Measurements on a device, or those of some shapes; an index answers it."""
-    counts = (
-        select(MeasurementRow.problem_id, func.count().label("count"))
-        .where(MeasurementRow.fingerprint_id.in_(_fingerprints(device_name)))
-        .group_by(MeasurementRow.problem_id)
-        .subquery()
-    )
-    query = select(*PROBLEM_COLUMNS, counts.c.count).join(counts, counts.c.problem_id == ProblemRow.id)
-    result = readable(database.read(query), lambda row: (problem_of(*row[:-1]), int(row[-1])), "problem")
-    return sum(count for problem, count in result if not shapes or problem.shape in shapes)
+def measurement_count(database: Database, device_name: str) -> int:
+    """Measurements on a device; an index answers it."""
+    count = select(func.count()).where(MeasurementRow.fingerprint_id.in_(_fingerprints(device_name)))
+    with database.reading() as session:
+        return session.scalars(count).one()
 
 
 def _fingerprints(device_name: str) -> Select[Any]:
