@@ -158,7 +158,7 @@ class TestDoctor:
         run = here("doctor", "--json")
         names = [check["name"] for check in json.loads(run.stdout)]
         assert names[:2] == ["tunegemm", "packages"]
-        assert {"database", "kernel cache", "workers", "family cute_sm90", "family cublaslt"} <= set(names)
+        assert {"database", "kernel cache", "dispatch", "family cute_sm90", "family cublaslt"} <= set(names)
 
 
 class TestProgress:

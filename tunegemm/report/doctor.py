@@ -1,4 +1,4 @@
-"""Checks everything that tunegemm needs: packages, GPU, kernel families, database, cache, memory."""
+"""Checks everything that tunegemm needs: packages, GPU, kernel families, database, cache, settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def examine(database: str | None = None) -> list[Check]:
         *_shipped(),
         *_packs(),
         _cache(),
-        _workers(),
         _environment(),
     ]
 
@@ -306,16 +305,3 @@ def _environment() -> Check:
     if warnings:
         return Check("dispatch", "note", "; ".join(warnings), "correct or unset what it names")
     return Check("dispatch", "ok", f"mode {mode}, policy {policy}")
-
-
-def _workers() -> Check:
-    try:
-        with extras.named():
-            import psutil
-    except ExtraError as error:
-        return Check("workers", "note", f"not counted: {error}", "ignore this unless you tune here")
-    from tunegemm.compile.pool import default_workers
-
-    memory, cores = psutil.virtual_memory().available, counted(len(os.sched_getaffinity(0)), "core")
-    workers = counted(default_workers(), "compile worker")
-    return Check("workers", "ok", f"{memory / 1e9:.1f} GB of free RAM, {cores}: {workers}")
