@@ -19,9 +19,6 @@ import pytest
 
 from tests.support.commands import TUNEGEMM, here, process
 from tests.support.waiting import until
-from tunegemm.choose.snapshot import read_snapshot
-from tunegemm.describe.problem import Problem
-from tunegemm.tuning.tuner import open_device
 
 PROGRAM = """
 import gc, importlib.util, sys
@@ -46,8 +43,7 @@ def script(folder: Path, text: str = PROGRAM) -> str:
     return str(path)
 
 
-def test_a_script_and_its_costliest_products_and_what_is_known_of_them(tmp_path: Path) -> None:
-    """Ten of thirteen; of the one that ships a record its ratio; the command to copy alone on its line."""
+def test_a_script_is_recorded_and_the_command_to_copy_is_alone_on_its_line(tmp_path: Path) -> None:
     text = "half = dict(dtype=torch.bfloat16)\n"
     text += "for n in range(1, 12):\n    torch.randn(8, 64, **half) @ torch.randn(64 * n, 64, **half).t()\n"
     text += "torch.nn.functional.linear(torch.randn(512, 4096, **half), torch.randn(6144, 4096, **half))\n"
@@ -60,13 +56,9 @@ def test_a_script_and_its_costliest_products_and_what_is_known_of_them(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shapes.json", "train.py"]
     lines = run.stderr.splitlines()
     assert "13 products, 15 calls in 1 process, in shapes.json" in lines[0]
-    assert "10 costliest" in lines[1]
-    rows = [line for line in lines if " bf16 tn " in line or " bf16 nn " in line]
-    assert len(rows) == 10 and "512x6144x4096" in rows[0]
-    record = read_snapshot().find(Problem.parse("512x6144x4096"), open_device().fingerprint)
-    known = "none" if record is None else f"{record.ratio:.3f} x torch.mm"
-    assert known in rows[0] and "none" in rows[1]
-    assert lines[-1] == "  tunegemm tune --from shapes.json --budget 10m"
+    assert lines[1:] == [
+        "Tune them where they lose most:", "  tunegemm tune --from shapes.json --budget 10m"
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from tests.tuning.planted import DEVICE
-from tunegemm.cli import app, arguments, db, doctor, leaderboard, pack, printing, record, verify
+from tunegemm.cli import app, arguments, db, doctor, leaderboard, pack, printing, verify
 from tunegemm.cli.help import Group
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
-from tunegemm.describe.workload import Product, Workload
-from tunegemm.describe.workload.products import Kind
 from tunegemm.errors import DeviceError
 from tunegemm.measure.outcome import Failure
 from tunegemm.report.doctor import Check
@@ -78,38 +76,6 @@ def test_a_leaderboard_without_rows_names_five_products(count: int) -> None:
         return
     assert said.startswith("no measurement of 1x2x3 --dtype=bf16; the database has 8x8x8 bf16")
     assert said.count("x8x8") == min(count, 5) and said.endswith("and 1 more") == (count == 6)
-
-
-@pytest.mark.parametrize(("products", "timed"), [(1, True), (10, True), (11, True), (2, False)])
-def test_a_recordings_costliest_products(monkeypatch: pytest.MonkeyPatch, products: int, timed: bool) -> None:
-    shown: list[Any] = []
-    monkeypatch.setattr(record, "fitted", lambda *given: shown.append(given))
-    monkeypatch.setattr(printing, "stderr_console", lambda: SimpleNamespace(print=lambda table: None))
-    monkeypatch.setattr("tunegemm.tuning.tuner.open_device", lambda: DEVICE)
-    kinds = [
-        Kind(512, 6144, 64 * (1 + number), 1, "bf16", "bf16", "k", "k", "n", 16) for number in range(products)
-    ]
-    rows = [
-        Product(kind, 10, timed=10 if timed else 0, median_us=10.0 * (number + 1) if timed else None)
-        for number, kind in enumerate(kinds)
-    ]
-    monkeypatch.setattr(
-        "tunegemm.choose.snapshot.read_snapshot", lambda: SimpleNamespace(find=lambda *_: None)
-    )
-    record.show_costliest(Workload(tuple(rows)))
-    ((title, headings, cells, _),) = shown
-    columns = dict(zip(headings, map(list, zip(*cells, strict=True)), strict=True))
-    assert title.startswith(
-        "They, and" if products <= record.COSTLIEST else f"The {record.COSTLIEST} costliest"
-    )
-    assert ("by the roofline" in title) == (not timed)
-    count = min(products, record.COSTLIEST)
-    assert len(columns["product"]) == count and columns["record"] == ["none"] * count
-    shares = [float(share) for share in columns["% of time"]]
-    assert shares == sorted(shares, reverse=True)
-    if timed:
-        whole = sum(range(1, products + 1))
-        assert shares[0] == pytest.approx(100 * products / whole, abs=0.06)
 
 
 @pytest.mark.parametrize("refused", [0, 1])

@@ -15,14 +15,11 @@ from tunegemm.cli.program import Signals
 from tunegemm.describe.command import command_line
 from tunegemm.errors import WorkloadError
 from tunegemm.files import cause, check_target, read_text
-from tunegemm.report.text import counted, fitted, significant
+from tunegemm.report.text import counted
 from tunegemm.untrusted import decoded
 
 if TYPE_CHECKING:
-    from tunegemm.describe.workload import Demand, Workload
-
-#: Number of products to name at the end.
-COSTLIEST = 10
+    from tunegemm.describe.workload import Workload
 
 
 def command(
@@ -72,41 +69,9 @@ def _write(words: list[str], parts: str, out: Path) -> None:
     with suppress(OSError):  # the terminal may be gone
         printing.say(f"tunegemm: {_summary(workload, out)}", err=True)
         if demands(workload.products)[0]:
-            show_costliest(workload)
             shown = out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out
             again = command_line("tune", {"from": shown, "budget": "10m"})
             printing.say_command("Tune them where they lose most:", again, err=True)
-
-
-def show_costliest(workload: Workload) -> None:
-    """Prints the products that cost most and their records, on stderr."""
-    from tunegemm.choose.snapshot import read_snapshot
-    from tunegemm.describe.workload import demands
-    from tunegemm.generate.cublaslt import is_torch
-    from tunegemm.tuning.tuner import open_device
-
-    device, snapshot = open_device(), read_snapshot()
-
-    def cost_us(demand: Demand) -> float:
-        return demand.calls * (demand.call_us or device.roofline_us(demand.problem))
-
-    result = sorted(demands(workload.products)[0], key=cost_us, reverse=True)
-    whole = sum(map(cost_us, result)) or 1.0
-    which = f"The {COSTLIEST} costliest of them" if len(result) > COSTLIEST else "They"
-    timed = "" if all(demand.call_us for demand in result) else ", by the roofline where no GPU timed them"
-    rows = []
-    for demand in result[:COSTLIEST]:
-        record = snapshot.find(demand.problem, device.fingerprint)
-        torchs = demand.problem.torch_call
-        known = "none" if record is None else f"{record.ratio:.3f} x {torchs}"
-        if record is not None and is_torch(record.candidate):
-            known = f"{torchs} is fastest"
-        share = f"{100 * cost_us(demand) / whole:.1f}"
-        time = significant(demand.call_us or 0.0)
-        rows.append((str(demand.problem), f"{demand.calls:,}", share, time, known))
-    title = f"{which}, and the records for {device.name}{timed}"
-    headings = ("product", "calls", "% of time", "us a call", "record")
-    printing.stderr_console().print(fitted(title, headings, rows, {"product": 999, "record": 999}))
 
 
 def _summary(workload: Workload, out: Path) -> str:
