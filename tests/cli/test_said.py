@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from tests.tuning.planted import DEVICE
 from tunegemm.cli import app, arguments, db, doctor, leaderboard, pack, printing, verify
-from tunegemm.cli.help import Group
+from tunegemm.cli.help import App
 from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import DeviceError
 from tunegemm.measure.outcome import Failure
-from tunegemm.report.doctor import Check
+from tunegemm.report.doctor import Check, described
 
 PROBLEM = Problem(512, 512, 512)
 
@@ -86,10 +86,10 @@ def test_a_packs_contents_and_how_much_of_it_works(
     verdicts = [SimpleNamespace(reason="another GPU")] * refused
     monkeypatch.setattr("tunegemm.store.packing.cannot_launch", lambda records: {"triton_tma": "lacks x"})
     monkeypatch.setattr("tunegemm.store.packing.refused_here", lambda records: verdicts)
-    text = pack.described(SimpleNamespace(records=records, objects=lambda: 2))  # type: ignore[arg-type]
-    more = "; 2 usable on this GPU, the others not (another GPU)" if refused else ""
-    assert text == "3 records of A, B, 2 kernels" + more
-    assert capsys.readouterr().err == "tunegemm: triton_tma: lacks x\n"
+    loaded: Any = SimpleNamespace(records=records, objects=lambda: 2)
+    contents, troubles = described(loaded)
+    assert contents == "3 records of A, B, 2 kernels"
+    assert troubles == ["triton_tma: lacks x", *["1 unusable on this GPU: another GPU"] * refused]
 
 
 def test_rows_left_out_are_grouped_by_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,13 +191,13 @@ def test_an_error_is_one_line_and_an_exit_code(
         raise error
 
     main: Any = import_module("tunegemm.cli.app")
-    monkeypatch.setattr(main.Group, "main", fail)
+    monkeypatch.setattr(main.TyperGroup, "main", fail)
     with pytest.raises(SystemExit) as ended:
         main.OneLineErrors(name="tunegemm").main([])
     assert ended.value.code == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.removeprefix("tunegemm: ") == says.removeprefix("tunegemm: ")
-    monkeypatch.setattr(main.Group, "main", lambda *_, **words: words.get("standalone_mode", True))
+    monkeypatch.setattr(main.TyperGroup, "main", lambda *_, **words: words.get("standalone_mode", True))
     with pytest.raises(SystemExit) as ended:
         main.OneLineErrors(name="tunegemm").main([])
     assert ended.value.code == 0
@@ -205,7 +205,7 @@ def test_an_error_is_one_line_and_an_exit_code(
 
 
 def test_hidden_commands_are_not_listed() -> None:
-    own = typer.Typer(cls=Group)
+    own = App()
 
     @own.command()
     def shown() -> None:
@@ -235,7 +235,7 @@ def test_a_hash_is_of_one_pack(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: int, sha256: str | None, says: str
 ) -> None:
     loaded: list[str | None] = []
-    monkeypatch.setattr(pack, "described", lambda loaded: "")
+    monkeypatch.setattr("tunegemm.report.doctor.described", lambda loaded: ("", []))
     monkeypatch.setattr(
         "tunegemm.store.packs.install",
         lambda file, sha256: loaded.append(sha256) or SimpleNamespace(name=str(file)),

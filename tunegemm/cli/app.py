@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 import tunegemm
 from tunegemm.cli import (
@@ -30,7 +31,7 @@ from tunegemm.cli import (
     tune,
     verify,
 )
-from tunegemm.cli.help import App, Group
+from tunegemm.cli.help import App
 from tunegemm.describe.served import UNATTACHED
 from tunegemm.errors import TunegemmError
 from tunegemm.extras import lack
@@ -45,7 +46,7 @@ BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-class OneLineErrors(Group):
+class OneLineErrors(TyperGroup):
     """A command group whose errors are one line on stderr and an exit code, never a traceback."""
 
     def main(self, *args: Any, **extra: Any) -> Any:

@@ -11,14 +11,14 @@ import typer
 
 from tunegemm.cli import arguments, options, printing
 from tunegemm.cli.arguments import UsageError
-from tunegemm.cli.help import App, Group
+from tunegemm.cli.help import App
 from tunegemm.cli.options import option
 from tunegemm.files import descriptor
 
 if TYPE_CHECKING:
     from tunegemm.store.exchange import Report
 
-app = App(cls=Group, help="Exchange and merge tuning databases.", rich_markup_mode=None)
+app = App(help="Exchange and merge tuning databases.", rich_markup_mode=None)
 
 #: Bad rows to name one by one; the others are only counted.
 NAMED = 20

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from tunegemm.cli.arguments import UsageError
 from tunegemm.cli.options import flat
@@ -98,19 +99,6 @@ def _in_words(text: str) -> str:
     return text
 
 
-class Group(TyperGroup):
-    """Lists its commands with their full summaries, over several lines if necessary."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        listed = []
-        for name in self.list_commands(ctx):
-            command = self.get_command(ctx, name)
-            if command is not None and not command.hidden:
-                listed.append((name, summary(command.help or "")))
-        with formatter.section("Commands"):
-            formatter.write_dl(listed)
-
-
 def summary(text: str) -> str:
     """The first paragraph of a command's help, in one line."""
     return " ".join(text.strip().split("\n\n")[0].split())
@@ -162,5 +150,11 @@ class App(typer.Typer):
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = None, **how: Any
     ) -> Callable[..., Any]:
-        register = super().command(name, cls=cls or Command, **how)
-        return lambda command: register(flat(command))
+        add = super().command
+
+        def register(command: Callable[..., Any]) -> Callable[..., Any]:
+            # Click would cut a summary where its line ends.
+            short = summary(inspect.getdoc(command) or "")
+            return add(name, cls=cls or Command, short_help=short, **how)(flat(command))
+
+        return register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from tunegemm.errors import PackError
 from tunegemm.files import check_target, descriptor, replacing
 from tunegemm.report.text import counted
 from tunegemm.untrusted import shown
-
-if TYPE_CHECKING:
-    from tunegemm.store.packs import Pack
 
 
 def pack_command(
@@ -89,11 +86,14 @@ def load_command(
         raise UsageError("--sha256 applies to one file; load the others one by one")
     if sha256 is not None and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UsageError(f"--sha256 {shown(sha256)}: give its 64 hexadecimal digits")
+    from tunegemm.report.doctor import described
     from tunegemm.store import packs
 
     for file in files:
         pack = packs.install(file, sha256=sha256)
-        printing.say(f"loaded {file} as {pack.name}: {described(pack)}")
+        contents, troubles = described(pack)
+        printing.say(*(f"tunegemm: {trouble}" for trouble in troubles), err=True)
+        printing.say(f"loaded {file} as {pack.name}: {contents}")
 
 
 def unload_command(
@@ -110,17 +110,3 @@ def unload_command(
 
     for name in [folder.name for folder in packs.installed()] if everything else names or []:
         printing.say(f"unloaded {packs.remove(name)}")
-
-
-def described(pack: Pack) -> str:
-    """The contents of a pack and, with a GPU, how much of it works here; prints missing parts to stderr."""
-    from tunegemm.store.packing import cannot_launch, refused_here
-
-    records = pack.records
-    for name, why in cannot_launch(records).items():
-        printing.say(f"tunegemm: {name}: {why}", err=True)
-    gpus = ", ".join(sorted({record.fingerprint.device_name for record in records}))
-    text = f"{counted(len(records), 'record')} of {gpus}, {counted(pack.objects(), 'kernel')}"
-    if refused := refused_here(records):
-        text += f"; {len(records) - len(refused)} usable on this GPU, the others not ({refused[0].reason})"
-    return text

@@ -9,13 +9,16 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tunegemm
 from tunegemm import extras
 from tunegemm.describe.device import cuda_device_count, find_device, package_version
 from tunegemm.errors import ArtifactError, DatabaseError, DeviceError, ExtraError
 from tunegemm.report.text import counted
+
+if TYPE_CHECKING:
+    from tunegemm.store.packs import Pack
 
 #: `note` is worth knowing but harmless; `fail` keeps tunegemm from working.
 Status = Literal["ok", "note", "fail"]
@@ -178,22 +181,27 @@ def _linker() -> Check:
     return Check("linker", "ok", linker)
 
 
+def described(pack: Pack) -> tuple[str, list[str]]:
+    """The contents of a pack, and a line for each part that does not work here."""
+    from tunegemm.store import packing
+
+    records = pack.records
+    gpus = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
+    troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
+    if refused := packing.refused_here(records):
+        troubles.append(f"{len(refused)} unusable on this GPU: {refused[0].reason}")
+    return f"{counted(len(records), 'record')} of {gpus}, {counted(pack.objects(), 'kernel')}", troubles
+
+
 def _packs() -> list[Check]:
     from tunegemm.compile.artifacts import ArtifactStore
-    from tunegemm.store import packing, packs
+    from tunegemm.store import packs
 
     warnings: list[str] = []
     checks, remedy = [], "load another pack, or unload it"
     for pack in packs.loaded(warnings):
-        records = pack.records
-        names = ", ".join(sorted({record.fingerprint.device_name for record in records})) or "no GPU"
-        detail = (
-            f"{pack.folder}: {counted(len(records), 'record')} of {names}, "
-            f"{counted(pack.objects(), 'kernel')}, made by tunegemm {pack.version}"
-        )
-        troubles = [f"{name}: {why}" for name, why in packing.cannot_launch(records).items()]
-        if refused := packing.refused_here(records):
-            troubles.append(f"{len(refused)} unusable on this GPU: {refused[0].reason}")
+        contents, troubles = described(pack)
+        detail = f"{pack.folder}: {contents}, made by tunegemm {pack.version}"
         try:
             ArtifactStore(pack.folder).check()
         except ArtifactError as error:
