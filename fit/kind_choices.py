@@ -34,8 +34,8 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
+from tunegemm.generate.cublaslt import ADDED as SUMS
 from tunegemm.generate.cublaslt import FAMILY as LIBRARY
-from tunegemm.generate.cublaslt import RESIDUAL
 from tunegemm.generate.cublaslt.choice import algorithm_to_add, first_choice
 from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.generate.cublaslt.library import algorithms
@@ -188,7 +188,7 @@ def measure(problem: Problem, device: Device, backend: Any) -> dict[str, Any]:
         ]  # fmt: skip
     if gate := next((GATED[step] for step in problem.fused.steps if step in GATED), None):
         runs[HALVES] = _of_halves(gate)
-    if problem.epilogue == RESIDUAL and (sums := algorithm_to_add(problem, device.index)):
+    if problem.epilogue in SUMS and (sums := algorithm_to_add(problem, device.index)):
         (first,) = algorithms(problem, device.index, 1, 32 << 20)
         runs |= {
             name: LIBRARY.load(problem, one, device, None) for name, one in ((ADDED, sums), (FIRST, first))

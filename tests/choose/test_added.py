@@ -46,6 +46,14 @@ def test_a_residual_that_no_kernel_of_ours_gains_is_added_by_the_library(device:
     assert select(Snapshot(), PROBLEM, find_device("model:h200")).outcome == "miss"
 
 
+def test_a_bias_before_the_residual_is_added_too(device: Device) -> None:
+    problem = replace(PROBLEM, epilogue="bias_n+residual")
+    assert select(Snapshot(), problem, device).options[0].candidate == ALGORITHM
+    biased = Record(replace(PROBLEM, epilogue="bias_n"), ALGORITHM, device.fingerprint, ratio=1.3)
+    found = select(Snapshot([biased]), problem, device)
+    assert found.outcome == "miss" and "leaves the library's sum" in found.why
+
+
 def test_a_faster_product_with_torchs_sum_behind_it_stays(device: Device) -> None:
     assert predictions.by_the_library(PROBLEM, device, [product(1.01, device)]).options
     assert "leaves" in predictions.by_the_library(PROBLEM, device, [product(1.3, device)]).refusal

@@ -109,9 +109,12 @@ def test_what_the_library_cannot_do_is_a_verdict() -> None:
     assert FAMILY.check(crossed, TORCH_MM, DEVICE) and FAMILY.check(ragged, TORCH_MM, DEVICE)
 
 
-def test_a_residual_is_the_one_epilogue_that_the_library_adds() -> None:
-    assert FAMILY.check(Problem.parse("64x64x64", epilogue="residual"), ALGORITHM, DEVICE)
-    for words in ({"epilogue": "bias_n+residual"}, {"epilogue": "swiglu"}, {"epilogue": "beta_c"}):
+def test_the_library_adds_a_residual_and_a_bias_before_it_and_nothing_else() -> None:
+    for epilogue in ("residual", "bias_n+residual"):
+        assert FAMILY.check(Problem.parse("64x64x64", epilogue=epilogue), ALGORITHM, DEVICE)
+    upright = Problem(64, 64, 64, out_major="m", epilogue="bias_n+residual")
+    assert "contiguous, not m" in str(FAMILY.check(upright, ALGORITHM, DEVICE))
+    for words in ({"epilogue": "bias_m+residual"}, {"epilogue": "swiglu"}, {"epilogue": "beta_c"}):
         assert words["epilogue"] in str(FAMILY.check(Problem.parse("64x64x64", **words), ALGORITHM, DEVICE))
     ragged = Problem(64, 63, 64, epilogue="residual", alignment=2)
     many = Problem(64, 64, 64, batch=2, epilogue="residual")

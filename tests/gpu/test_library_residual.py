@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,8 @@ from tests.support.numerics import Case
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
-from tunegemm.generate.cublaslt import FAMILY, library
+from tunegemm.generate.cublaslt import ADDED, FAMILY, library
+from tunegemm.generate.takes import NotTaken
 
 pytestmark = pytest.mark.gpu
 
@@ -22,9 +24,12 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("epilogue", ADDED)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_its_algorithms_add_a_residual(problem: Problem, device: Device) -> None:
-    problem = replace(problem, epilogue="residual")
+def test_its_algorithms_add_a_residual(problem: Problem, epilogue: str, device: Device) -> None:
+    problem = replace(problem, epilogue=epilogue)
+    if epilogue != "residual" and problem.out_major != "n":
+        pytest.skip("a bias is along n")
     torch.zeros(1, device="cuda")
     found = library.algorithms(problem, device.index, 8, 32 << 20)
     assert found
@@ -65,3 +70,39 @@ def test_a_sum_without_a_record_is_the_librarys() -> None:
             assert (result.float() - exact).norm() <= 1.05 * expected.norm()
     served = {problem: record.candidate for problem, record in api.dispatcher.planner.tuned()}
     assert served[Problem.parse("20000x520x1000", epilogue="residual")].family == "cublaslt"
+
+
+def test_each_launch_adds_its_own_bias(device: Device) -> None:
+    """Of threads that share a launcher, of views that are less aligned, and in graphs."""
+    problem = Problem(300, 512, 256, epilogue="bias_n+residual")
+    torch.zeros(1, device="cuda")
+    (candidate,) = library.algorithms(problem, device.index, 1, 32 << 20)
+    launch, case = FAMILY.load(problem, candidate, device, None), Case.of(problem, seed=3)
+    a, b, residual = case.operands.a, case.operands.b, case.operands.fused[-1]
+    product = a.float() @ b.float() + residual.float()
+
+    def run(number: int) -> None:
+        bias = torch.full((512,), float(number), device="cuda", dtype=torch.bfloat16)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [torch.empty_like(case.operands.out) for _ in range(50)]
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            for out in outs:
+                launch(a, b, out, bias, residual)
+            torch.cuda.current_stream().synchronize()
+        for out in outs:
+            assert torch.allclose(out.float(), product + number, rtol=0.02, atol=0.3)
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(-400, 400, 100)))
+    with pytest.raises(NotTaken, match="bias"):
+        launch(
+            a, b, case.operands.out, torch.zeros(520, device="cuda", dtype=torch.bfloat16)[2:514], residual
+        )
+    weight, x = b.t().contiguous(), a[:200]
+    for bias in (
+        torch.randn(520, device="cuda", dtype=torch.bfloat16)[start : start + 512] for start in (0, 2)
+    ):
+        exact = product[:200] + bias.float()
+        result = tunegemm.linear(x, weight, bias, None, residual[:200])
+        assert torch.allclose(result.float(), exact, rtol=0.02, atol=0.3)

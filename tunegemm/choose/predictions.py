@@ -308,7 +308,8 @@ def by_the_library(
     cublasLtMatmul can read C from another place than it writes D, but torch has no call for that. An
     algorithm that reads C fast adds the residual to its sums, which saves one kernel.
 
-    product: the records that serve the product alone, after which torch would add the residual.
+    product: the records that serve the product alone, or with its bias, after which torch would add the
+    residual.
     """
     candidate = algorithm_to_add(problem, device.index) if device.is_real else None
     if candidate is None:

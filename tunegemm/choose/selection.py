@@ -11,7 +11,7 @@ from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.generate.cublaslt import RESIDUAL
+from tunegemm.generate.cublaslt import ADDED
 from tunegemm.measure.evidence import leaders, may_be_record, standing
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored
@@ -89,7 +89,7 @@ def select(
 
     why = f"{why}; {ahead.refusal}" if ahead.refusal else why
     around = neighbourhood(snapshot, problem, device, policy.refusal)
-    if not around.options and problem.epilogue == RESIDUAL and device.is_real:
+    if not around.options and problem.epilogue in ADDED and device.is_real:
         return _added(snapshot, problem, device, policy, why, around)
     if not around.options:
         rows = None
@@ -158,7 +158,8 @@ def _added(
     """Select for a product with a residual on which none of our kernels promises a gain: the library may."""
     from tunegemm.choose.predictions import by_the_library
 
-    product = select(snapshot, replace(problem, epilogue=""), device, policy=policy).options
+    before = problem.epilogue.removesuffix("residual").removesuffix("+")
+    product = select(snapshot, replace(problem, epilogue=before), device, policy=policy).options
     ahead = by_the_library(problem, device, product, policy.refusal)
     if ahead.options:
         return _offered("predicted", ahead)

@@ -168,6 +168,8 @@ def launched(plan: Plan, shape: tuple[int, ...], strides: tuple[int, ...], has_r
         result: torch.Tensor = allocate(shape, strides, dtype)
         try:
             launch(a, b, result.data_ptr(), *words)
+        except NotTaken:
+            return None
         except (RuntimeError, ValueError):  # the dispatcher reports it at the next decision
             if capturing(x.device):
                 raise

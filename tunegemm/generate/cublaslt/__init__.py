@@ -27,8 +27,8 @@ ALGORITHM_PARAMETERS = (
     "split_k", "reduction_scheme", "cta_swizzling", "workspace_bytes",
 )  # fmt: skip
 
-#: The only epilogue of cublasLtMatmul: it adds a matrix C.
-RESIDUAL = "residual"
+#: The epilogues of cublasLtMatmul that save a kernel of torch's: it adds a matrix C, and a bias before it.
+ADDED = ("residual", "bias_n+residual")
 
 #: The baseline of every interleave, as a candidate.
 TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
@@ -92,15 +92,22 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
     return None
 
 
-@rule("epilogue", "batch", "alignment")
+@rule("epilogue", "batch", "alignment", "out_major")
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
-    """The algorithms compute plain products and products plus a matrix, because cublasLtMatmul can read C and
-    write D at different addresses. Torch composes other epilogues from its own operations."""
-    if problem.epilogue in ("", RESIDUAL):
-        if problem.epilogue and (problem.batch > 1 or problem.alignment != MAX_ALIGNMENT):
-            return f"a residual needs a product without a batch, and lines of whole {MAX_ALIGNMENT} B"
+    """The algorithms compute plain products, products plus a matrix, because cublasLtMatmul can read C and
+    write D at different addresses, and those plus a bias of D's contiguous extent. Torch composes other
+    epilogues from its own operations."""
+    if not problem.epilogue:
         return None
-    return f"algorithms add nothing or a residual to a product; they have no {problem.epilogue}"
+    if problem.epilogue not in ADDED:
+        return (
+            f"algorithms add nothing, a residual, or a bias and a residual; they have no {problem.epilogue}"
+        )
+    if problem.batch > 1 or problem.alignment != MAX_ALIGNMENT:
+        return f"a residual needs a product without a batch, and lines of whole {MAX_ALIGNMENT} B"
+    if problem.epilogue != ADDED[0] and problem.out_major != "n":
+        return f"a bias along n needs an output whose n is contiguous, not {problem.out_major}"
+    return None
 
 
 @rule(

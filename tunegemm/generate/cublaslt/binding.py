@@ -7,6 +7,7 @@ to import.
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from tunegemm.generate.cublaslt.operands import Matrix, Strides, column_major
 # cublasLt.h and library_types.h: values that are part of CUDA's binary interface.
 R_32F, COMPUTE_32F = 0, 68
 TYPES = {"bf16": 14, "fp16": 2, "fp32": R_32F}
-TRANSA, TRANSB = 3, 4
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, ADDS_BIAS = 3, 4, 7, 8, 4
 BATCH_COUNT, STRIDED_BATCH_OFFSET = 5, 6
 MAX_WORKSPACE_BYTES, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 NOT_SUPPORTED = 15
@@ -160,6 +161,11 @@ class Plan:
         self.description = self._make("MatmulDesc", COMPUTE_32F, R_32F)
         for attribute, matrix in ((TRANSA, first), (TRANSB, second)):
             _set("MatmulDesc", self.description, attribute, c_int32(matrix.transpose))
+        self.lock = threading.Lock()
+        """Held from `set_bias` to the end of the call that launches: threads share the description."""
+        if problem.epilogue.startswith("bias"):
+            _set("MatmulDesc", self.description, EPILOGUE, c_uint32(ADDS_BIAS))
+            self.set_bias(MAX_ALIGNMENT)  # an address, for a heuristic that does not read there
         self.first = self._layout(problem, first, problem.in_dtype)
         self.second = self._layout(problem, second, problem.in_dtype)
         self.out = self._layout(problem, out, problem.out_dtype)
@@ -172,6 +178,10 @@ class Plan:
             matrix = replace(self._of_out, leading=leading)
             layout = self._added[leading] = self._layout(self._problem, matrix, self._problem.out_dtype)
         return layout
+
+    def set_bias(self, address: int) -> None:
+        """Let the next launch add the bias at an address. Hold `lock`."""
+        _set("MatmulDesc", self.description, BIAS_POINTER, c_void_p(address))
 
     @property
     def descriptors(self) -> tuple[c_void_p, ...]:

@@ -136,8 +136,15 @@ def launcher(
             if status:
                 raise RuntimeError(f"{label(candidate)}: {binding.status_name(status)}")
 
+        def biased(a: int, b: int, out: int, bias: int, *words: int) -> None:
+            if bias & (MAX_ALIGNMENT - 1):
+                raise not_aligned(bias=bias)
+            with plan.lock:
+                plan.set_bias(bias)
+                launch(a, b, out, *words)
+
         launch.plan = plan  # type: ignore[attr-defined]  # its descriptors are read at each launch
-        return launch
+        return biased if problem.epilogue.startswith("bias") else launch
 
     def read(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[Any, ...]:
         addresses = a.data_ptr(), b.data_ptr(), out.data_ptr()
