@@ -70,3 +70,11 @@ def test_simple_products() -> None:
             [(1, 2, 4, 3), (1, 2, 3, 5)], [(3,), (2, 3, 5)],
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 3)])
+def test_a_bias_without_columns_has_a_gradient(shape: tuple[int, ...]) -> None:
+    a, weight, bias = torch.randn(shape), torch.empty(0, 3), torch.empty(0, requires_grad=True)
+    result = differentiably(lambda x, y: x @ y, a, weight, True, bias, lambda x, y, z: x @ y + z)
+    result.sum().backward()
+    assert bias.grad is not None and bias.grad.shape == (0,)

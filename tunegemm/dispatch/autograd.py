@@ -92,7 +92,7 @@ class Product(torch.autograd.Function):
         if grad is None:
             return (None,) * 6
         a, b = ctx.saved_tensors
-        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[4] else None
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
         if is_transformed():  # as with is_grads_batched
             multiply: Multiply = torch.matmul
         else:  # derivatives of a backward pass are rarely needed
