@@ -188,6 +188,18 @@ def test_vmap(kernel, in_dims, compiled):
     assert not kernel.calls, "transforms are torch's"
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_vmap_under_autocast_casts_as_torchs_does(kernel, patched):
+    """Torch (2.13) leaves the dtype of a bias: vmap takes a layer apart before autocast sees it."""
+    layer, x = torch.nn.Linear(64, 48), operands()[0].float()[:, None]
+    ours = copy.deepcopy(layer)
+    tunegemm.patch(ours)
+    call = ours if patched else lambda x: tunegemm.linear(x, layer.weight, layer.bias)
+    with torch.autocast("cpu", dtype=BF16), torch.no_grad():
+        expected, result = torch.vmap(layer)(x), torch.vmap(call)(x)
+    assert result.dtype == expected.dtype and torch.equal(result, expected)
+
+
 def test_transforms_agree_with_torchs(kernel):
     a, b = operands(4, 6, 8)
 

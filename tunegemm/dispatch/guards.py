@@ -208,7 +208,8 @@ def cast_by_autocast(a: torch.Tensor, b: torch.Tensor, *others: torch.Tensor) ->
         tensor.device.type == device_type and tensor.is_floating_point() and tensor.dtype is not torch.float64
         for tensor in (a, b, *others)
     )
-    return cast if castable and not dispatch_modes() and not tracing() else TORCHS
+    is_watched = dispatch_modes() or tracing() or functorch_level() is not None  # vmap casts parts of calls
+    return cast if castable and not is_watched else TORCHS
 
 
 def autocast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
