@@ -328,6 +328,21 @@ WRONG: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
         r"gate_up \(\d+, 96, 0\) is empty; give at least one of each extent",
     ),
     "no inner values": ({"gate_up": lambda g: g[:, :0], "down": lambda d: d[..., :0]}, r", 0, 64\) is empty"),
+    "values apart": (
+        {"gate_up": lambda g: g.repeat_interleave(2, 2)[..., ::2]},
+        r"gate_up has strides \(12288, 128, 2\)",
+    ),
+    "one line for all": (
+        {"down": lambda d: d[:, :1].expand(d.shape)},
+        r"down has strides \(\d+, 0, 1\); give",
+    ),
+    "values that torch reads, and a wrong number": (
+        {
+            "down": lambda d: torch.cat((d.view(-1)[:1], d.view(-1)))[1:].view(d.shape),
+            "index": lambda i: i + 9,
+        },
+        r"index names expert \d+ of",
+    ),
     "integers": ({"weights": lambda w: w.long()}, r"weights are torch.int64; give floats"),
     "floats": ({"index": lambda i: i.float()}, r"index is torch.float32; give numbers of experts"),
 }

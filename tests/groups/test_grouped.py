@@ -255,6 +255,9 @@ WRONG_LINES: dict[str, tuple[Callable[[Any, Any], tuple[Any, Any]], str]] = {
         lambda a, b: (a, torch.randn(4, 48, 128).bfloat16()[..., ::2].mT),
         r"b has strides \(6144, 2, 128\); give one with k or n contiguous",
     ),
+    "one line for all": (
+        lambda a, b: (a, b[..., :1].expand(b.shape)), r"b has strides \(3072, 1, 0\); give .* their own",
+    ),
     "dtypes": (lambda a, b: (a, b.half()), r"a is torch.bfloat16, b torch.float16; give both the same dtype"),
     "one row": (lambda a, b: (a[0], b), r"a has shape \(64,\); give \(rows, k\)"),
 }  # fmt: skip

@@ -91,7 +91,15 @@ def experts(
         if kind is not None:
             settings = *kind, interleaved, elsewhere
             return torch.ops.tunegemm.experts(*arguments, *scales, *settings)
-    return _layer(*arguments, *scales, activation, interleaved, elsewhere)
+    try:
+        return _layer(*arguments, *scales, activation, interleaved, elsewhere)
+    except (ProblemError, RuntimeError) as error:
+        is_of_product = isinstance(error.__cause__ or error, RuntimeError) and isinstance(activation, str)
+        if is_of_product and gate_up_scale is None:  # it speaks of the product's operands
+            for name, weight in (("gate_up", gate_up), ("down", down)):
+                if wrong := grouped.wrong_layout(name, weight):
+                    raise ProblemError(wrong) from error
+        raise
 
 
 def is_ordered() -> bool:

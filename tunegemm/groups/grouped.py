@@ -325,17 +325,24 @@ def wrong_groups(a: Any, b: Any, offs: Any) -> str:
         return f"a has k {a.shape[1]} and b {b.shape[1]}; give a (rows, k) and b (groups, k, n)"
     if a.dtype is not b.dtype:
         return f"a is {a.dtype}, b {b.dtype}; give both the same dtype"
-    for name, each in (("a", a), ("b", b)):
-        if (address := _address(each)) % ALIGNMENT:
-            return f"{name} begins at {address:#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
-        *_, across, along = each.stride()
-        if 1 not in (across, along):
-            return f"{name} has strides {each.stride()}; give one with k or n contiguous: {name}.contiguous()"
-        if any(stride * each.element_size() % ALIGNMENT for stride in each.stride() if stride != 1):
-            return (
-                f"{name} has strides {each.stride()}, of {each.element_size()} bytes; give multiples of "
-                f"{ALIGNMENT} bytes: {name}.contiguous(), of n and k that are multiples"
-            )
+    return wrong_layout("a", a) or wrong_layout("b", b)
+
+
+def wrong_layout(name: str, tensor: Any) -> str:
+    """Why torch refuses the layout of an operand of a product of groups; empty if it does not."""
+    if (address := _address(tensor)) % ALIGNMENT:
+        return f"{name} begins at {address:#x}, not a multiple of {ALIGNMENT} bytes; clone() it"
+    (lines, width), (across, along) = tensor.shape[-2:], tensor.stride()[-2:]
+    if (along != 1 or across < max(1, width)) and (across != 1 or along < max(1, lines)):
+        return (
+            f"{name} has strides {tensor.stride()}; give one with k or n contiguous, and lines of their own: "
+            f"{name}.contiguous()"
+        )
+    if any(stride * tensor.element_size() % ALIGNMENT for stride in tensor.stride() if stride != 1):
+        return (
+            f"{name} has strides {tensor.stride()}, of {tensor.element_size()} bytes; give multiples of "
+            f"{ALIGNMENT} bytes: {name}.contiguous(), of n and k that are multiples"
+        )
     return ""
 
 
