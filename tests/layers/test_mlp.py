@@ -22,7 +22,7 @@ from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, given, made
 from tunegemm.errors import TunegemmWarning
-from tunegemm.layers import mlp
+from tunegemm.layers import mlp, sites
 from tunegemm.layers.modules import ROWS
 
 pytestmark = pytest.mark.usefixtures("planner")
@@ -91,6 +91,27 @@ def test_the_gate_is_one_kernel(kernels: Kernels, make: type[MLP]) -> None:
     with torch.no_grad():
         close(model(x), made(make())(x))
     assert len(kernels.gates) == 1 and type(model) is make
+
+
+def test_an_mlp_without_a_kernel_is_known_by_its_rows_and_dtype(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x, asked = fused(made(MLP())), given(), []
+    monkeypatch.setattr(mlp, "is_replaced", lambda: bool(asked.append(1)))  # type: ignore[func-returns-value]
+    with torch.no_grad():
+        with monkeypatch.context() as none:
+            none.setattr(sites, "chosen", lambda *_, **__: None)
+            for number, rows in enumerate((x, x, x[:1], x[:1])):
+                model(rows)
+                assert len(asked) == 1 + number // 2 and not kernels.gates
+        model(x)
+        assert not kernels.gates
+        close(model.half()(x.half()), made(MLP()).half()(x.half()))
+        assert len(kernels.gates) == 1
+        model.bfloat16()
+        tunegemm.refresh()
+        close(model(x), made(MLP())(x))
+    assert len(kernels.gates) == 2
 
 
 @pytest.mark.parametrize("make", [Other, Branches, Inherits, Decorated, ByAnother, ByChildOfChild])
