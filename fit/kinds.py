@@ -47,6 +47,7 @@ from tunegemm.choose.operators import kernels_after
 from tunegemm.choose.predictions import name_of
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
+from tunegemm.generate.cublaslt import ADDED
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 
@@ -83,7 +84,8 @@ class Frame:
             problem = Problem.parse(shape, dtype=row["dtype"], epilogue=row["epilogue"])
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
             row["gated"] = problem.fused.gated
-            row["beside"] = math.log(row.get("added") or 1.0)
+            # With a bias, too, the library is asked only for some products: those count as torch's.
+            row["beside"] = math.log(row.get("added") or 1.0) if problem.epilogue == ADDED[0] else 0.0
             row["saves"] = kernels_after(problem) > 0
             launches = [item for item in row["launches"] if item[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
