@@ -231,9 +231,19 @@ def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: A
     assert choice.first_choice(Problem.parse("64x64x64", dtype="int8"), 0) is None
     monkeypatch.setattr(binding, "missing", lambda: None)
     algorithms = [{"tile": "128x272"}, {"tile": "256x136"}, {"tile": "UNDEFINED"}]
-    monkeypatch.setattr("tunegemm.generate.cublaslt.library.algorithms", lambda *_: algorithms)
+    numbers: list[int] = []
+
+    def named(problem: Problem, index: int, requested: int, workspace: int) -> list[Any]:
+        numbers.append(requested)
+        return algorithms[:requested]
+
+    monkeypatch.setattr("tunegemm.generate.cublaslt.library.algorithms", named)
     assert choice.algorithm_to_add(problem, 0) == algorithms[1]  # type: ignore[comparison-overlap]
-    del algorithms[1:]
+    assert numbers == [1, 8]
+    algorithms.reverse()
+    assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
+    assert numbers == [1, 8, 1], "more are asked for only where the first adds slowly"
+    del algorithms[:2]
     assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
     algorithms.clear()
     assert choice.algorithm_to_add(problem, 0) is None

@@ -66,11 +66,16 @@ def algorithm_to_add(problem: Problem, device_index: int) -> Candidate | None:
 
     if binding.missing() is not None or not torch.cuda.is_initialized():
         return None
-    try:
-        found = library.algorithms(problem, device_index, _ASKED, _WORKSPACE_BYTES)
-    except RuntimeError:
-        return None
-    return next((one for one in found if adds_fast(str(one["tile"]))), found[0] if found else None)
+    found: list[Candidate] = []
+    for requested in (1, _ASKED):  # mostly the first adds fast, and each of the others costs host time
+        try:
+            found = library.algorithms(problem, device_index, requested, _WORKSPACE_BYTES)
+        except RuntimeError:
+            return None
+        for candidate in found:
+            if adds_fast(str(candidate["tile"])):
+                return candidate
+    return found[0] if found else None
 
 
 def adds_fast(tile: str) -> bool:
