@@ -9,13 +9,14 @@ import pytest
 
 import tunegemm
 from tunegemm import Candidate
+from tunegemm.cli.results import candidates_table
 from tunegemm.describe.device import find_device
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import ProblemError, TunegemmError
 from tunegemm.generate.cublaslt import TORCH_MM
 from tunegemm.measure.outcome import Failure, Measurement
 from tunegemm.tuning import tuner
-from tunegemm.tuning.progress import Progress, TuneResult, bar
+from tunegemm.tuning.progress import Progress, TuneResult, bar, cells_of
 from tunegemm.tuning.tuner import as_problem
 
 OURS = Candidate.make("cute_sm90", {"tile_m": 64, "schedule": "pingpong"}, {"swizzle_size": 4})
@@ -68,6 +69,18 @@ def test_what_the_final_race_timed_comes_before_what_was_only_screened() -> None
     stages = ("screen", "screen", "final", "final")
     rows = result(outcomes=(screened, best, mm, best), stages=stages).rows()
     assert [measurement for _, measurement in rows] == [best, mm, screened]
+
+
+def test_what_ties_with_the_winner_is_marked() -> None:
+    """The winner is the cheapest of those that tie, and may be the slower one of the rounds shown."""
+    best = Measurement(OURS, (10.0,) * 8, (12.0,) * 8, 0.0, 0.002)
+    faster = Measurement(OURS.with_launch(swizzle_size=1), (9.98,) * 8, (12.0,) * 8, 0.0, 0.002)
+    slower = Measurement(OURS.with_launch(swizzle_size=2), (10.5,) * 8, (12.0,) * 8, 0.0, 0.002)
+    found = result(best=best, outcomes=(faster, slower, best), stages=("final",) * 3)
+    assert [row[0] for row in cells_of(found)[1:]] == ["1.200", "1.202=", "1.143"]
+    caption = str(candidates_table(found, None, 100).caption)
+    assert "= marks ties" in caption
+    assert "= marks ties" not in str(candidates_table(result(), None, 100).caption)
 
 
 def test_in_a_notebook_it_is_a_table_in_which_nothing_is_markup() -> None:

@@ -59,6 +59,11 @@ def candidates_table(result: TuneResult, top: int | None, width: int) -> Table:
     note = _ORIGINS[result.source].format(result.device.name)
     if not result.predictions:
         note += " Ratios of the final race come first; times are at the clock of the first row's race."
+        note += (
+            " = marks ties with the first: closer than the noise."
+            if any("=" in row[0] for row in rows)
+            else ""
+        )
     if hidden := len(rows[top:]) if top is not None else 0:
         note += f" Rows not shown: {hidden}."
     title = f"{result.problem} on {result.device.name}"

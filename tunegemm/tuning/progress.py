@@ -15,6 +15,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import is_torch
 from tunegemm.measure.outcome import Measurement, Outcome
+from tunegemm.measure.statistics import tie
 from tunegemm.model import rank as model
 from tunegemm.search.efforts import Effort
 
@@ -193,7 +194,10 @@ class TuneResult:
 
 
 def cells_of(result: TuneResult, most: int | None = None) -> list[tuple[str, ...]]:
-    """A heading, and the first rows of a result as text: of what was timed, or of the model's ranking."""
+    """A heading, and the first rows of a result as text: of what was timed, or of the model's ranking.
+
+    A ratio with ``=`` ties with the first: they are closer than the noise.
+    """
     if result.predictions:
         ranked = result.predictions[:most]
         return [("model us", "kernel"), *((f"{p.total_us:.2f}", result.label(p.candidate)) for p in ranked)]
@@ -204,6 +208,13 @@ def cells_of(result: TuneResult, most: int | None = None) -> list[tuple[str, ...
     for place, (label, item) in enumerate(shown):
         ratio = 1.0 if is_torch(item.candidate) else item.ratio
         us = torch_us / ratio if place else item.median_us
-        figures = f"{ratio:.3f}", f"{us:.2f}", f"{torch_us:.2f}", f"{result.problem.flops / us / 1e6:.1f}"
+        # The winner is the cheapest of those that tie, so that one of them may be faster in the rounds shown.
+        is_tie = place > 0 and item.is_steady == shown[0][1].is_steady and tie(shown[0][1], item)
+        figures = (
+            f"{ratio:.3f}{'=' * is_tie}",
+            f"{us:.2f}",
+            f"{torch_us:.2f}",
+            f"{result.problem.flops / us / 1e6:.1f}",
+        )
         cells.append((*figures, label))
     return cells
