@@ -80,7 +80,11 @@ class Twice(MLP):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.gate_proj(x))
 
 
-def fused(model: nn.Module) -> nn.Module:
+class Named(nn.Parameter):
+    """A parameter of a class of its own."""
+
+
+def fused(model: nn.Module) -> Any:
     tunegemm.patch(model, fuse=True)
     return model
 
@@ -91,6 +95,34 @@ def test_the_gate_is_one_kernel(kernels: Kernels, make: type[MLP]) -> None:
     with torch.no_grad():
         close(model(x), made(make())(x))
     assert len(kernels.gates) == 1 and type(model) is make
+
+
+def test_biases_of_gate_and_up_are_added_in_the_kernel(kernels: Kernels) -> None:
+    plain, model, x = made(MLP(bias=True)), fused(made(MLP(bias=True))), given()
+    with torch.no_grad():
+        close(model(x), plain(x))
+        assert len(kernels.gates) == 1
+        for each in (plain, model):
+            each.up_proj.bias = nn.Parameter(torch.ones(96, dtype=x.dtype))
+        close(model(x), plain(x))
+        assert len(kernels.gates) == 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: None, lambda: nn.Parameter(torch.ones(1).bfloat16()),
+        lambda: nn.Parameter(torch.ones(192).bfloat16()[::2]), lambda: Named(torch.ones(96).bfloat16()),
+    ],
+    ids=["none", "one for all columns", "with gaps", "a subclass"],
+)  # fmt: skip
+def test_biases_that_no_kernel_adds_are_the_modules_own(kernels: Kernels, make: Any) -> None:
+    plain, model, x = made(MLP(bias=True)), fused(made(MLP(bias=True))), given()
+    for each in (plain, model):
+        each.up_proj.bias = make()
+    with torch.no_grad():
+        close(model(x), plain(x))
+    assert not kernels.gates
 
 
 def test_an_mlp_without_a_kernel_is_known_by_its_rows_and_dtype(

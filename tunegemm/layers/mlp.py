@@ -2,9 +2,9 @@
 
 It changes only modules whose class's forward, by its source, is exactly `self.down(self.act(self.gate(x)) *
 self.up(x))`, or calls torch's activation in place of `self.act`, and whose children are plain linear layers
-without biases and an activation of torch's. Such a module gets its own `forward`. Its class, parameters and
-children stay the same. If a call meets anything else (hooks, another child, gradients, autocast, modes), the
-class's forward runs.
+and an activation of torch's. Gate and up have a bias each, or neither has one. Such a module gets its own
+`forward`. Its class, parameters and children stay the same. If a call meets anything else (hooks, another
+child, gradients, autocast, modes), the class's forward runs.
 """
 
 from __future__ import annotations
@@ -275,14 +275,16 @@ class Forward:
             return None
         first: Any = gate._parameters.get("weight")
         second: Any = up._parameters.get("weight")
+        # A layer stands for its bias if that is in another place.
+        added, upper_added = gate._parameters.get("bias", gate), up._parameters.get("bias", up)
+        biases = () if added is None and upper_added is None else (added, upper_added)
         activation = places.activation(self._module)
         if (
             not activation
             or type(x) not in PLAIN
             or type(first) not in PLAIN
             or type(second) not in PLAIN
-            or gate._parameters.get("bias", gate) is not None  # another place may provide it
-            or up._parameters.get("bias", up) is not None
+            or not all(_is_bias_of(first, bias) for bias in biases)
             or not (x.dtype is first.dtype is second.dtype)
             or not (x.device == first.device == second.device)
             or not (x.layout is first.layout is second.layout is torch.strided)
@@ -294,14 +296,23 @@ class Forward:
             or x.shape[-1] != first.shape[1]
             or guards.any_autocast()
             or (guards.function_modes() and guards.are_functions_watched())
-            or not guards.is_ordinary(x, first, (second,))
+            or not guards.is_ordinary(x, first, (second, *biases))
         ):
             return None
-        site = sites.gated(
-            activation, sites.TWO_WEIGHTS, False, (*first.shape, first.stride(0), x.dtype, x.device)
-        )
-        self._site = site
-        return site.kernel(x, first, second)
+        facts = (*first.shape, first.stride(0), x.dtype, x.device)
+        self._site = site = sites.gated(activation, sites.TWO_WEIGHTS, bool(biases), facts)
+        return site.kernel(x, first, second, *biases)
+
+
+def _is_bias_of(weight: torch.Tensor, bias: Any) -> bool:
+    """Whether a kernel can add an object to the columns of the weight's product."""
+    return (
+        type(bias) in PLAIN
+        and (bias.dtype, bias.device) == (weight.dtype, weight.device)
+        and bias.layout is torch.strided
+        and bias.shape == weight.shape[:1]
+        and bias.stride() == (1,)
+    )
 
 
 _HIDING = ("forward", "weight", "bias")

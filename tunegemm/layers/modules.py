@@ -124,7 +124,8 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
             if isinstance(layer, torch.nn.Linear) and gate is not None:  # somebody may have replaced either
                 weight = layer.weight
                 (n, k), gpu = weight.shape, extension.gpu_of(weight.device)
-                serves = partial(sites.chosen, ns=(n, n), k=k, dtype=weight.dtype, gpu=gpu, gate=gate)
+                facts = partial(sites.chosen, ns=(n, n), k=k, dtype=weight.dtype, gpu=gpu)
+                serves = partial(facts, gate=gate, bias=layer.bias is not None)
                 rows = _said(weight, serves)
             yield Line(
                 name, "fused", f"{places.gate}, {places.up} and their gate form a known pattern: {rows}"
