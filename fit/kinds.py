@@ -84,8 +84,7 @@ class Frame:
             problem = Problem.parse(shape, dtype=row["dtype"], epilogue=row["epilogue"])
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
             row["gated"] = problem.fused.gated
-            # With a bias, too, the library is asked only for some products: those count as torch's.
-            row["beside"] = math.log(row.get("added") or 1.0) if problem.epilogue == ADDED[0] else 0.0
+            row["beside"] = math.log(row.get("added") or 1.0) if problem.epilogue in ADDED else 0.0
             row["saves"] = kernels_after(problem) > 0
             launches = [item for item in row["launches"] if item[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None

@@ -52,9 +52,8 @@ def test_a_bias_before_the_residual_is_added_too(device: Device) -> None:
     biased = Record(replace(PROBLEM, epilogue="bias_n"), ALGORITHM, device.fingerprint, ratio=1.3)
     found = select(Snapshot([biased]), problem, device)
     assert found.outcome == "miss" and "leaves the library's sum" in found.why
-    deep = Problem.parse("104x8576x13680", epilogue="bias_n+residual")  # which lost 5 %
-    assert "too little" in predictions.by_the_library(deep, device, []).refusal
-    assert predictions.by_the_library(replace(deep, epilogue="residual"), device, []).options
+    deep = Problem.parse("104x8576x13680", epilogue="bias_n+residual")
+    assert predictions.by_the_library(deep, device, []).options
 
 
 def test_a_faster_product_with_torchs_sum_behind_it_stays(device: Device) -> None:

@@ -232,9 +232,11 @@ def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: A
     monkeypatch.setattr(binding, "missing", lambda: None)
     algorithms = [{"tile": "128x272"}, {"tile": "256x136"}, {"tile": "UNDEFINED"}]
     numbers: list[int] = []
+    rooms: list[int] = []
 
     def named(problem: Problem, index: int, requested: int, workspace: int) -> list[Any]:
         numbers.append(requested)
+        rooms.append(workspace >> 20)
         return algorithms[:requested]
 
     monkeypatch.setattr("tunegemm.generate.cublaslt.library.algorithms", named)
@@ -243,7 +245,14 @@ def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: A
     algorithms.reverse()
     assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
     assert numbers == [1, 8, 1], "more are asked for only where the first adds slowly"
-    del algorithms[:2]
+    biased = Problem.parse("64x64x64", epilogue="bias_n+residual")
+    assert choice.algorithm_to_add(biased, 0) == algorithms[0]  # type: ignore[comparison-overlap]
+    assert rooms == [32, 32, 32, 1], "as torch asks for a product with a bias"
+    algorithms.insert(0, {"tile": "128x168"})
+    assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
+    assert choice.algorithm_to_add(biased, 0) is None, "it adds slowly, and the next may be slower still"
+    assert numbers[3:] == [1, 1, 1]
+    del algorithms[:3]
     assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
     algorithms.clear()
     assert choice.algorithm_to_add(problem, 0) is None

@@ -31,7 +31,6 @@ from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate
 from tunegemm.errors import FileError, TunegemmError, TunegemmWarning, one_line
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt import ADDED
 from tunegemm.generate.cublaslt import FAMILY as LIBRARY
 from tunegemm.generate.cublaslt.choice import LibraryChoice, algorithm_to_add, first_choice
 from tunegemm.model import shortlist
@@ -46,9 +45,6 @@ FEATURES = {"plain": NAMES, "wide": NAMES, "fused": OF_GAIN}
 WIDE = 28_672
 #: Launches offered for a product, in case the best one cannot be loaded.
 MOST_OPTIONS = 3
-#: Least estimated gain of the library's sum with a bias: under it two of 12 products lost 3 and 5 %, above it
-#: none of 15 lost (results/h200/kind_choices.json, seed biased22).
-_LEAST_BIASED = 1.05
 #: Above FROM_ROWS rows each doubling is cut into RANGES. If the best candidate misses its margin by SURELY
 #: (in log) at both ends of a range, nothing inside it is served: 708 of 1,440 fp8 and SwiGLU products with
 #: 257 to 16,384 rows lay in such ranges, and all of these missed their margins (H200's files, 2026-11-27).
@@ -330,8 +326,6 @@ def by_the_library(
     if alone_us / faster + after_us < torchs_us - saved_us:
         return Offers(refusal="a faster product leaves the library's sum with its residual behind")
     ratio = torchs_us / (torchs_us - saved_us)
-    if problem.epilogue != ADDED[0] and ratio < _LEAST_BIASED:
-        return Offers(refusal="the library's sum with a bias and a residual would gain too little")
     record = Record(problem, candidate, device.fingerprint, LIBRARY.label(candidate), ratio=ratio)
     basis = "an algorithm of torch's library that also adds the residual: one kernel fewer"
     return Offers((Offer(record, basis, None, ratio, 1.0),))

@@ -14,8 +14,10 @@ from tunegemm.describe.space import Candidate
 from tunegemm.generate.cublaslt import binding, library
 from tunegemm.generate.cublaslt.operands import packed_strides
 
-#: The workspace that torch allows the library on Hopper.
-_WORKSPACE_BYTES = 32 << 20
+#: The workspaces that torch allows the library on Hopper: for a product alone, and for one with a bias, as
+#: its times show. In more of it, algorithms split k, which made 56 of 481 products with a bias and a residual
+#: slower than 0.99 of torch (H200).
+_WORKSPACE_BYTES, _BIASED_BYTES = 32 << 20, 1 << 20
 #: Algorithms to choose from for a residual, and the side of the tiles that may add one slowly.
 _ASKED, _SIDE = 8, 128
 
@@ -60,31 +62,40 @@ def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
 
 
 def algorithm_to_add(problem: Problem, device_index: int) -> Candidate | None:
-    """The first algorithm named for a product with a residual whose tile adds it fast, else the first of all;
-    None if the library cannot be asked."""
+    """The algorithm for a product with a residual; None if the library cannot be asked, or names none.
+
+    It is the first one named whose tile adds the residual fast, else the first of all. With a bias, it is the
+    one that torch's own product with a bias runs, and None if that adds slowly: the next ones are for other
+    shapes.
+    """
     import torch
 
     if binding.missing() is not None or not torch.cuda.is_initialized():
         return None
+    has_bias = problem.epilogue.startswith("bias")
     found: list[Candidate] = []
-    for requested in (1, _ASKED):  # mostly the first adds fast, and each of the others costs host time
+    # Mostly the first adds fast, and each of the others costs host time.
+    for requested in (1,) if has_bias else (1, _ASKED):
         try:
-            found = library.algorithms(problem, device_index, requested, _WORKSPACE_BYTES)
+            found = library.algorithms(
+                problem, device_index, requested, _BIASED_BYTES if has_bias else _WORKSPACE_BYTES
+            )
         except RuntimeError:
             return None
         for candidate in found:
-            if adds_fast(str(candidate["tile"])):
+            if adds_fast(str(candidate["tile"]), has_bias=has_bias):
                 return candidate
-    return found[0] if found else None
+    return found[0] if found and not has_bias else None
 
 
-def adds_fast(tile: str) -> bool:
+def adds_fast(tile: str, *, has_bias: bool = False) -> bool:
     """Whether algorithms with a tile, such as ``256x128``, add a matrix in about the time of reading it.
 
     The others take three times as long and more, longer than torch's addition. The heuristic does not know
-    it: it mostly names the same algorithm first with and without a residual (`first_added` beside `added` in
+    it: it names the same algorithm with and without a residual (`first_added` beside `added` in
     benchmarks/results/h200/kind_choices.json).
     """
     sides = [int(side) for side in re.findall(r"\d+", tile)]
     other = sum(sides) - _SIDE
-    return _SIDE not in sides or other in (192, 256) or not 176 < other < 320
+    least = 140 if has_bias else 176
+    return _SIDE not in sides or other in (192, 256) or not least < other < 320
