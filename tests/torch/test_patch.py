@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import tunegemm
 from tests.support.serving import calls_of, quietly, serve_with
 from tunegemm.describe.problem import Problem
+from tunegemm.dispatch import api
 from tunegemm.torch.linear import TunedLinear
 
 X = torch.ones(32, 64, dtype=torch.bfloat16)
@@ -239,6 +240,34 @@ def test_a_fall_back_asks_for_no_kernel_until_the_next_look(serve, kernel, monke
         serve_with(monkeypatch, serve(Problem(32, 48, 64, epilogue="bias_n" if bias else "")))
         layer(X)
     assert len(kernel.calls) == 1, "there is"
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_without_a_kernel_is_torchs_after_one_look(serve, kernel, monkeypatch, bias):
+    """In a model the dispatcher's own look-up costs several times what it costs in a loop."""
+    serve_with(monkeypatch, serve(Problem(32, 64, 64), Problem(32, 64, 64, epilogue="bias_n" * bias)))
+    layer = nn.Linear(64, 64, bias=bias).to(torch.bfloat16)
+    tunegemm.patch(nn.Sequential(layer))
+    few, wide = X[:8], torch.cat([X, X], 1)[:8, :64]
+
+    def enters(x: torch.Tensor) -> bool:
+        with torch.no_grad():
+            names = calls_of(lambda: layer(x))[0]
+        return any(name.startswith("tunegemm.dispatch.dispatcher.") for name in names)
+
+    assert enters(few) and not enters(few) and not enters(few[None]) and not enters(wide)
+    assert not kernel.calls and enters(X) and len(kernel.calls) == 1
+    assert enters(X) and len(kernel.calls) == 2 and not enters(few)
+    with tunegemm.policy("deterministic"):
+        assert enters(few) and not enters(few)
+    tunegemm.refresh()
+    assert enters(few)
+    monkeypatch.setattr(api.dispatcher.planner, "next_look", 0.0)
+    assert enters(few), "which looks for new records"
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        assert torch.equal(layer(few), nn.functional.linear(few, layer.weight, layer.bias))
 
 
 def test_a_report_names_each_linear_layer() -> None:

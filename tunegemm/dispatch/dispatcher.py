@@ -426,6 +426,8 @@ class Dispatcher:
         if recent is None or not recent.check(*tensors):  # built in another mode, such as inference mode
             allowed = guards.reductions_allowed(tensors[0].dtype)
             reduces = not all(allowed) if plan is None else plan.reduces
+            a = tensors[0]
+            is_left = plan is None and out is None and a.dtype.itemsize == 2 and a.is_contiguous()
             recent = state.recent[key] = Recent(
                 guards.check_of(tensors, reductions=reduces),
                 plan,
@@ -434,6 +436,7 @@ class Dispatcher:
                 form.call != BELOW_AUTOGRAD and any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
+                a.numel() if is_left else -1,
             )
         if len(state.recent) >= 3 * MAX_PLANS:  # by three hints each
             state.forget_checks()

@@ -58,6 +58,9 @@ class Recent:
     """Whether the caller's output has a version counter, that is, is not an inference tensor."""
     device_index: int
     """The device that must be current; -1 if there is only one."""
+    left: int = -1
+    """The number of elements of `a` if `torchs` may compute calls with so many, without the check: another
+    layout of them has no kernel either. -1 if the check is to decide."""
 
 
 class Composed:
