@@ -78,6 +78,7 @@ class Frame:
         self.meta = data["meta"]
         device = device_of(self.meta)
         self.rows = [row for row in data["rows"] if row["m"] <= RANGES[-1]]
+        has_sums = any("added" in row for row in self.rows)
         tables, logs, product = [], [], []
         for number, row in enumerate(self.rows):
             shape = f"{row['m']}x{row['n']}x{row['k']}"
@@ -85,6 +86,8 @@ class Frame:
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
             row["gated"] = problem.fused.gated
             row["beside"] = math.log(row.get("added") or 1.0) if problem.epilogue in ADDED else 0.0
+            # The fit learns from products whose sum by the library was not timed; margins do not.
+            row["counts"] = problem.epilogue not in ADDED or "added" in row or not has_sums
             row["saves"] = kernels_after(problem) > 0
             launches = [item for item in row["launches"] if item[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
@@ -140,11 +143,12 @@ def fit(options: argparse.Namespace) -> None:
     margins: dict[str, list[float | None]] = {}
     served = np.zeros(len(frame.rows), dtype=bool)
     beside = np.array([row["beside"] for row in frame.rows])
+    counts = np.array([row["counts"] for row in frame.rows])
     for kind in sorted(set(kinds)):
         margins[kind] = []
         alike = np.array([row["alike"] for row in frame.rows])
         for low, high in zip((0, *RANGES), RANGES, strict=False):
-            within = (m > low) & (m <= high)
+            within = (m > low) & (m <= high) & counts
             mine = (kinds == kind) & within
             similar = within & (alike == alike[kinds == kind][0])
             margin = margin_of(frame, mine, similar, hopes, got, beside)
@@ -152,7 +156,7 @@ def fit(options: argparse.Namespace) -> None:
             margins[kind].append(margin if usable else None)
             served |= mine & usable & (hopes > margin)
     final = np.where(served, got, beside)
-    report = {kind: summary(kinds == kind, served, final, m) for kind in margins}
+    report = {kind: summary((kinds == kind) & counts, served, final, m) for kind in margins}
     for kind, item in report.items():
         print(kind, margins[kind], json.dumps(item))
     data = {
