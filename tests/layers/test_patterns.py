@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,10 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.grouped import Loops, groups_of
-from tests.support.layers import INNER, WIDTH, Own, compiled, counts_of, given, made, then
+from tests.support.layers import INNER, WIDTH, Layer, Own, compiled, counts_of, given, made, then
+from tests.support.serving import calls_of, dispatcher_of, serve_with
+from tunegemm.errors import TunegemmWarning
 from tunegemm.groups import grouped
 from tunegemm.layers import backend, fusion, patterns, sites
 from tunegemm.layers.graph import linear_of
@@ -397,6 +401,27 @@ def test_nan_and_infinity_go_through() -> None:
     with torch.no_grad():
         assert torch.equal(run(x).isnan(), model(x).isnan())
     assert found == {"chain": 1}
+
+
+def test_where_nothing_has_a_kernel_a_call_is_looked_up_once(
+    monkeypatch: pytest.MonkeyPatch, kernels: Kernels
+) -> None:
+    model, x = made(Layer()), given()
+    run, found = compiled(model, dynamic=False)
+    with torch.no_grad(), monkeypatch.context() as none, warnings.catch_warnings():
+        warnings.simplefilter("ignore", TunegemmWarning)
+        serve_with(none, dispatcher_of([]))
+        none.setattr(sites, "chosen", lambda *_, **__: None)
+        for _ in range(3):
+            assert torch.equal(run(x), model(x))
+        looks = calls_of(lambda: run(x))[0].count("tunegemm.dispatch.extension.find")
+        assert looks == sum(found.values()) == 4
+        tunegemm.refresh()
+        assert calls_of(lambda: run(x))[0].count("tunegemm.dispatch.extension.find") > looks
+        assert torch.equal(run(x), model(x)) and not kernels.calls
+    with torch.no_grad():
+        close(run(x), model(x))
+    assert kernels.calls and kernels.gates and kernels.several
 
 
 class Clamped(sites.Site):

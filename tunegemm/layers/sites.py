@@ -10,9 +10,10 @@ decide once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tunegemm.describe.epilogue import GATE_OF
 from tunegemm.dispatch import api, extension, guards
 from tunegemm.dispatch.autograd import DTYPES
-from tunegemm.dispatch.extension import LaunchCache
+from tunegemm.dispatch.extension import Known, LaunchCache
 from tunegemm.dispatch.forms import ACTIVATIONS, ALIGNMENT, BELOW_AUTOGRAD, form_of, shaped
 from tunegemm.dispatch.guards import REDUCTIONS, capturing, current_device, dispatch_modes
 from tunegemm.dispatch.launchers import Plan
@@ -53,6 +54,10 @@ class Site:
     and returns the result of this call; None if torch must compute it."""
     by_torch: Callable[..., Any]
     """A subclass's: run torch's operations as in the original graph."""
+    layers: Sequence[Site] = ()
+    """The sites of linear layers that `by_torch` calls."""
+    unfused: Callable[..., Any] | None = None
+    """`by_torch` without a look for kernels of these layers, which costs some 4 us each in a model."""
 
     def __init__(self, label: str, facts: tuple[Any, ...]) -> None:
         """label: the kind, for a report. facts: what calls of this site have in common, apart from their
@@ -62,16 +67,26 @@ class Site:
         ways = LaunchCache(of_products=True)
         self.find, self.keep = ways.find, ways.keep
         """The `Way` for an input's shape."""
+        self._settled: Known | Literal[False] = False
+        """The latest decision for torch with which no layer has a kernel either."""
 
     def __repr__(self) -> str:
         return f"<{self.label} of {', '.join(map(str, self.facts))}>"
 
     def __call__(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
-        known = self.find(x.shape)
+        if (known := self.find(x.shape)) is self._settled:
+            return self.unfused(x, *operands)  # type: ignore[misc]
+        result = None
         if known is None or dispatch_modes() or forward_ad._current_level >= 0:
             result = self.kernel(x, *operands)
-        else:
-            result = None if (way := known.launch) is None else way(x, *operands)
+        elif (way := known.launch) is not None:
+            result = way(x, *operands)
+        elif (
+            self.unfused is not None
+            and x.is_contiguous()
+            and all(map(_is_torchs, (known, *(layer.find(x.shape) for layer in self.layers))))
+        ):
+            self._settled = known
         return self.by_torch(x, *operands) if result is None else result
 
     def kernel(self, x: torch.Tensor, *operands: torch.Tensor) -> Any:
@@ -87,6 +102,11 @@ class Site:
         return self.decide(x, *operands) if x.is_contiguous() and x.numel() else None
 
 
+def _is_torchs(known: Known | None) -> bool:
+    """Whether torch computes such calls until there are new records."""
+    return known is not None and known.launch is None and known.again == math.inf
+
+
 class Linear(Site):
     """A linear layer with optional steps after the product: (x, weight[, bias][, residual])."""
 
@@ -94,12 +114,15 @@ class Linear(Site):
         steps = ["bias_n"] * has_bias + [activation] * bool(activation) + ["residual"] * has_residual
         super().__init__("+".join(["linear", *steps]), facts)
         self._form = form_of(BELOW_AUTOGRAD, "+".join(steps))
-        self._activate = ACTIVATIONS.get(activation)
-        self._has_bias, self._has_residual = has_bias, has_residual
+        self._has_residual = has_residual
         if activation or has_residual:
-            self._linear: Callable[..., Any] = linear(has_bias, facts)
+            self.layers = (linear(has_bias, facts),)
+            self.by_torch, self.unfused = (
+                _chained(each, ACTIVATIONS.get(activation), has_residual)
+                for each in (*self.layers, functional.linear)
+            )
         else:
-            self.by_torch = self._with_gaps  # type: ignore[method-assign]
+            self.by_torch, self.unfused = self._with_gaps, functional.linear
 
     def decide(self, x: torch.Tensor, *operands: Any) -> Any:
         if self._has_residual and not operands[-1].is_contiguous():
@@ -130,13 +153,17 @@ class Linear(Site):
         result = None if is_torchs else self._by_dispatcher(x, *operands)
         return functional.linear(x, *operands) if result is None else result
 
-    def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
-        weight, *tensors = operands
-        bias = tensors[:1] if self._has_bias else ()
-        result: torch.Tensor = self._linear(x, weight, *bias)
-        if self._activate is not None:
-            result = self._activate(result)
-        return tensors[-1] + result if self._has_residual else result
+
+def _chained(
+    linear: Callable[..., Any], activate: Callable[..., Any] | None, has_residual: bool
+) -> Callable[..., Any]:
+    """A layer's steps, with this function as the layer."""
+    if not has_residual:
+        assert activate is not None
+        return lambda x, *operands: activate(linear(x, *operands))
+    if activate is None:
+        return lambda x, *operands: operands[-1] + linear(x, *operands[:-1])
+    return lambda x, *operands: operands[-1] + activate(linear(x, *operands[:-1]))
 
 
 def _as_matrices(
@@ -277,7 +304,8 @@ class Gated(Joint):
         place = "" if layout == TWO_WEIGHTS else f", {layout} in one weight"
         super().__init__(f"gate and up with {activation}{place}", facts)
         self.gate, self._activate = GATE_OF[activation], ACTIVATIONS[activation]
-        self._layout, self._linear = layout, linear(has_bias, facts)
+        self._layout, self.layers = layout, (linear(has_bias, facts),)
+        self.by_torch, self.unfused = self._composed(self.layers[0]), self._composed(functional.linear)
 
     def _halves(self, whole: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
         if self._layout == "alternate":
@@ -290,11 +318,17 @@ class Gated(Joint):
         halves = [self._halves(each, 0) for each in operands]
         return halves[0], halves[1] if len(halves) > 1 else ()
 
-    def by_torch(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+    def _composed(self, linear: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's operations, with this function for the layers."""
+        activate, halves = self._activate, self._halves
         if self._layout == TWO_WEIGHTS:
-            return self._activate(self._linear(x, *operands[::2])) * self._linear(x, *operands[1::2])
-        gate, up = self._halves(self._linear(x, *operands), -1)
-        return self._activate(gate) * up
+            return lambda x, *operands: activate(linear(x, *operands[::2])) * linear(x, *operands[1::2])
+
+        def of_halves(x: torch.Tensor, *operands: Any) -> torch.Tensor:
+            gate, up = halves(linear(x, *operands), -1)
+            return activate(gate) * up
+
+        return of_halves
 
 
 class Several(Joint):
@@ -304,7 +338,7 @@ class Several(Joint):
     def __init__(self, has_bias: bool, columns: tuple[int, ...], facts: tuple[Any, ...]) -> None:
         super().__init__(f"{len(columns)} layers of one input", facts)
         self._columns, (_, k, row_stride, *rest) = columns, facts
-        self._linears = [linear(has_bias, (n, k, row_stride, *rest)) for n in columns]
+        self.layers = [linear(has_bias, (n, k, row_stride, *rest)) for n in columns]
 
     def parts(self, *operands: Any) -> tuple[Any, Any]:
         count = len(self._columns)
@@ -312,7 +346,11 @@ class Several(Joint):
 
     def by_torch(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
         count = len(self._columns)  # each layer has its weight, and its bias behind all weights
-        return tuple([site(x, *operands[place::count]) for place, site in enumerate(self._linears)])
+        return tuple([site(x, *operands[place::count]) for place, site in enumerate(self.layers)])
+
+    def unfused(self, x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+        count, linear = len(self._columns), functional.linear
+        return tuple([linear(x, *operands[place::count]) for place in range(count)])
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
