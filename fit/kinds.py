@@ -47,7 +47,6 @@ from tunegemm.choose.operators import kernels_after
 from tunegemm.choose.predictions import name_of
 from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
-from tunegemm.generate.cublaslt import ADDED
 from tunegemm.generate.cublaslt.choice import LibraryChoice
 from tunegemm.model import shortlist
 
@@ -78,16 +77,16 @@ class Frame:
         self.meta = data["meta"]
         device = device_of(self.meta)
         self.rows = [row for row in data["rows"] if row["m"] <= RANGES[-1]]
-        has_sums = any("added" in row for row in self.rows)
+        sums = {row["epilogue"] for row in self.rows if "added" in row}
         tables, logs, product = [], [], []
         for number, row in enumerate(self.rows):
             shape = f"{row['m']}x{row['n']}x{row['k']}"
             problem = Problem.parse(shape, dtype=row["dtype"], epilogue=row["epilogue"])
             row["kind"], row["alike"] = name_of(problem), _alike(problem)
             row["gated"] = problem.fused.gated
-            row["beside"] = math.log(row.get("added") or 1.0) if problem.epilogue in ADDED else 0.0
-            # The fit learns from products whose sum by the library was not timed; margins do not.
-            row["counts"] = problem.epilogue not in ADDED or "added" in row or not has_sums
+            row["beside"] = math.log(row.get("added") or 1.0)
+            # Where the library's sums were timed, the fit learns from other products, too; margins do not.
+            row["counts"] = problem.epilogue not in sums or "added" in row
             row["saves"] = kernels_after(problem) > 0
             launches = [item for item in row["launches"] if item[4] is not None]
             library = LibraryChoice(*row["library"]) if row["library"] else None
@@ -151,7 +150,9 @@ def fit(options: argparse.Namespace) -> None:
             within = (m > low) & (m <= high) & counts
             mine = (kinds == kind) & within
             similar = within & (alike == alike[kinds == kind][0])
-            margin = margin_of(frame, mine, similar, hopes, got, beside)
+            # Others are counted with this kind by what would compute this kind's products.
+            instead = beside if beside[mine].any() else np.zeros_like(beside)
+            margin = margin_of(frame, mine, similar, hopes, got, instead)
             usable = margin < MOST_MARGIN
             margins[kind].append(margin if usable else None)
             served |= mine & usable & (hopes > margin)

@@ -56,6 +56,18 @@ def test_a_bias_before_the_residual_is_added_too(device: Device) -> None:
     assert predictions.by_the_library(deep, device, []).options
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "gelu", "silu"])
+def test_an_activation_of_the_library_follows_a_bias(device: Device, activation: str) -> None:
+    problem = Problem.parse("20000x8192x3584", epilogue=f"bias_n+{activation}")  # more rows than predictions
+    found = select(Snapshot(), problem, device)
+    assert (found.outcome == "predicted") == (activation in ("relu", "gelu_tanh"))
+    if found.options:
+        assert found.options[0].candidate == ALGORITHM and 1.0 < found.options[0].ratio < 1.2
+        before = replace(problem, epilogue="bias_n")
+        fast = Snapshot([Record(before, ALGORITHM, device.fingerprint, ratio=1.3)])
+        assert select(fast, problem, device).outcome == "miss"
+
+
 def test_a_faster_product_with_torchs_sum_behind_it_stays(device: Device) -> None:
     assert predictions.by_the_library(PROBLEM, device, [product(1.01, device)]).options
     assert "leaves" in predictions.by_the_library(PROBLEM, device, [product(1.3, device)]).refusal

@@ -83,7 +83,7 @@ def test_gates_and_residuals_of_many_rows_are_served_where_they_were_measured(de
     stream = Problem.parse("4096x3072x4096", epilogue="residual")
     assert select(Snapshot(), stream, device).offers[0].bound > 1
     wide = Problem.parse("2048x57344x2560", epilogue="swiglu")
-    assert "N from 272 to 28672" in select(Snapshot(), wide, device).why
+    assert "N from 256 to 28672" in select(Snapshot(), wide, device).why
     halves = {problem.n > 28672 for problem in problems(400, "swiglu")}
     assert halves == {False, True}, "gates are drawn as wide as two weights"
 

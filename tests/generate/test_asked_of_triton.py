@@ -240,6 +240,7 @@ def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: A
         return algorithms[:requested]
 
     monkeypatch.setattr("tunegemm.generate.cublaslt.library.algorithms", named)
+    problem = Problem.parse("64x64x64", epilogue="residual")
     assert choice.algorithm_to_add(problem, 0) == algorithms[1]  # type: ignore[comparison-overlap]
     assert numbers == [1, 8]
     algorithms.reverse()
@@ -251,7 +252,9 @@ def test_what_the_library_would_choose(monkeypatch: pytest.MonkeyPatch, found: A
     algorithms.insert(0, {"tile": "128x168"})
     assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
     assert choice.algorithm_to_add(biased, 0) is None, "it adds slowly, and the next may be slower still"
-    assert numbers[3:] == [1, 1, 1]
+    activated = Problem.parse("64x64x64", epilogue="bias_n+gelu_tanh")
+    assert choice.algorithm_to_add(activated, 0) == algorithms[0]  # type: ignore[comparison-overlap]
+    assert numbers[3:] == [1, 1, 1, 1]
     del algorithms[:3]
     assert choice.algorithm_to_add(problem, 0) == algorithms[0]  # type: ignore[comparison-overlap]
     algorithms.clear()

@@ -302,30 +302,31 @@ def load(name: str, gpu: str) -> Fitted | str:
 def by_the_library(
     problem: Problem, device: Device, product: Sequence[Record], allows: Allows = FASTEST.refusal
 ) -> Offers:
-    """The library's algorithm for a product with a residual, passed as its C.
+    """The library's algorithm for a product with a residual, passed as its C, or a bias and an activation.
 
     torch computes ``x @ w.t() + residual`` with two kernels, and writes and reads the product between them.
     cublasLtMatmul can read C from another place than it writes D, but torch has no call for that. An
-    algorithm that reads C fast adds the residual to its sums, which saves one kernel.
+    algorithm that reads C fast adds the residual to its sums, which saves one kernel; so does one that
+    computes the activation.
 
-    product: the records that serve the product alone, or with its bias, after which torch would add the
-    residual.
+    product: the records that serve the product alone, or with its bias, after which torch would compute the
+    last step.
     """
     candidate = algorithm_to_add(problem, device.index) if device.is_real else None
     if candidate is None:
-        return Offers(refusal="the library has no algorithm that adds its residual")
+        return Offers(refusal="the library has no algorithm for its last step")
     if (reason := allows(problem, candidate)) or not (verdict := LIBRARY.check(problem, candidate, device)):
-        return Offers(refusal=f"the library's sum with its residual: {reason or verdict}")
+        return Offers(refusal=f"the library's sum with its last step: {reason or verdict}")
     modelled = replace(device, spec="model")
     alone_us = library_us(replace(problem, epilogue=""), modelled)
     matrix_bytes = problem.m * problem.n * DTYPE_BYTES[problem.out_dtype]
-    after_us = elementwise_us(3 * matrix_bytes, modelled)
+    after_us = elementwise_us((3 if "residual" in problem.fused.steps else 2) * matrix_bytes, modelled)
     saved_us = elementwise_us(2 * matrix_bytes, modelled)
     faster = max((record.ratio for record in product), default=1.0)
     torchs_us = alone_us + after_us
     if alone_us / faster + after_us < torchs_us - saved_us:
-        return Offers(refusal="a faster product leaves the library's sum with its residual behind")
+        return Offers(refusal="a faster product leaves the library's sum with its last step behind")
     ratio = torchs_us / (torchs_us - saved_us)
     record = Record(problem, candidate, device.fingerprint, LIBRARY.label(candidate), ratio=ratio)
-    basis = "an algorithm of torch's library that also adds the residual: one kernel fewer"
+    basis = "an algorithm of torch's library that also computes the last step: one kernel fewer"
     return Offers((Offer(record, basis, None, ratio, 1.0),))

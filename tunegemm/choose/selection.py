@@ -155,10 +155,10 @@ def _in_groups(snapshot: Snapshot, problem: Problem, device: Device, near: bool,
 def _added(
     snapshot: Snapshot, problem: Problem, device: Device, policy: Policy, why: str, around: Offers
 ) -> Selection:
-    """Select for a product with a residual on which none of our kernels promises a gain: the library may."""
+    """Select for a product of `ADDED` on which none of our kernels promises a gain: the library may."""
     from tunegemm.choose.predictions import by_the_library
 
-    before = problem.epilogue.removesuffix("residual").removesuffix("+")
+    before = "+".join(problem.fused.steps[:-1])
     product = select(snapshot, replace(problem, epilogue=before), device, policy=policy).options
     ahead = by_the_library(problem, device, product, policy.refusal)
     if ahead.options:

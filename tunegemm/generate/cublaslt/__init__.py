@@ -27,8 +27,9 @@ ALGORITHM_PARAMETERS = (
     "split_k", "reduction_scheme", "cta_swizzling", "workspace_bytes",
 )  # fmt: skip
 
-#: The epilogues of cublasLtMatmul that save a kernel of torch's: it adds a matrix C, and a bias before it.
-ADDED = ("residual", "bias_n+residual")
+#: The epilogues of cublasLtMatmul that save a kernel of torch's, with their numbers in cublasLt.h: it adds a
+#: bias, then computes an activation (GELU by tanh), or adds a matrix C.
+ADDED = {"residual": 1, "bias_n+residual": 4, "bias_n+relu": 6, "bias_n+gelu_tanh": 36}
 
 #: The baseline of every interleave, as a candidate.
 TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})
@@ -95,17 +96,18 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
 @rule("epilogue", "batch", "alignment", "out_major")
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The algorithms compute plain products, products plus a matrix, because cublasLtMatmul can read C and
-    write D at different addresses, and those plus a bias of D's contiguous extent. Torch composes other
-    epilogues from its own operations."""
+    write D at different addresses, and those plus a bias of D's contiguous extent, which relu or GELU may
+    follow. Torch composes other epilogues from its own operations."""
     if not problem.epilogue:
         return None
     if problem.epilogue not in ADDED:
         return (
-            f"algorithms add nothing, a residual, or a bias and a residual; they have no {problem.epilogue}"
+            "algorithms add nothing, a residual, or a bias and a residual, relu or gelu_tanh; they have no "
+            f"{problem.epilogue}"
         )
     if problem.batch > 1 or problem.alignment != MAX_ALIGNMENT:
-        return f"a residual needs a product without a batch, and lines of whole {MAX_ALIGNMENT} B"
-    if problem.epilogue != ADDED[0] and problem.out_major != "n":
+        return f"{problem.epilogue} needs a product without a batch, and lines of whole {MAX_ALIGNMENT} B"
+    if problem.epilogue != "residual" and problem.out_major != "n":
         return f"a bias along n needs an output whose n is contiguous, not {problem.out_major}"
     return None
 

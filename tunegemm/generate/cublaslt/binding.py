@@ -16,12 +16,13 @@ from typing import Any
 
 from tunegemm.describe.driver import ensure_context
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
+from tunegemm.generate.cublaslt import ADDED
 from tunegemm.generate.cublaslt.operands import Matrix, Strides, column_major
 
 # cublasLt.h and library_types.h: values that are part of CUDA's binary interface.
 R_32F, COMPUTE_32F = 0, 68
 TYPES = {"bf16": 14, "fp16": 2, "fp32": R_32F}
-TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, ADDS_BIAS = 3, 4, 7, 8, 4
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8
 BATCH_COUNT, STRIDED_BATCH_OFFSET = 5, 6
 MAX_WORKSPACE_BYTES, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 NOT_SUPPORTED = 15
@@ -164,7 +165,7 @@ class Plan:
         self.lock = threading.Lock()
         """Held from `set_bias` to the end of the call that launches: threads share the description."""
         if problem.epilogue.startswith("bias"):
-            _set("MatmulDesc", self.description, EPILOGUE, c_uint32(ADDS_BIAS))
+            _set("MatmulDesc", self.description, EPILOGUE, c_uint32(ADDED[problem.epilogue]))
             self.set_bias(MAX_ALIGNMENT)  # an address, for a heuristic that does not read there
         self.first = self._layout(problem, first, problem.in_dtype)
         self.second = self._layout(problem, second, problem.in_dtype)

@@ -62,17 +62,19 @@ def first_choice(problem: Problem, device_index: int) -> LibraryChoice | None:
 
 
 def algorithm_to_add(problem: Problem, device_index: int) -> Candidate | None:
-    """The algorithm for a product with a residual; None if the library cannot be asked, or names none.
+    """The algorithm for a product with one of the epilogues that the library has; None if it cannot be asked,
+    or names none.
 
-    It is the first one named whose tile adds the residual fast, else the first of all. With a bias, it is the
-    one that torch's own product with a bias runs, and None if that adds slowly: the next ones are for other
-    shapes.
+    It is the first one named whose tile adds a residual fast, else the first of all. With a bias, it is the
+    one that torch's own product with a bias runs, and None if that adds a residual slowly: the next ones are
+    for other shapes.
     """
     import torch
 
     if binding.missing() is not None or not torch.cuda.is_initialized():
         return None
-    has_bias = problem.epilogue.startswith("bias")
+    steps = problem.fused.steps
+    has_bias, adds = "bias_n" in steps, "residual" in steps
     found: list[Candidate] = []
     # Mostly the first adds fast, and each of the others costs host time.
     for requested in (1,) if has_bias else (1, _ASKED):
@@ -83,7 +85,7 @@ def algorithm_to_add(problem: Problem, device_index: int) -> Candidate | None:
         except RuntimeError:
             return None
         for candidate in found:
-            if adds_fast(str(candidate["tile"]), has_bias=has_bias):
+            if not adds or adds_fast(str(candidate["tile"]), has_bias=has_bias):
                 return candidate
     return found[0] if found and not has_bias else None
 

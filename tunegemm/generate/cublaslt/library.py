@@ -111,7 +111,7 @@ def launcher(
         # Constant arguments are converted once. `byref` keeps its object alive.
         description, of_first, of_second, _, of_out = (pointer(one.value) for one in plan.descriptors)
         alpha, chosen = byref(_ALPHA), byref(algorithm)
-        beta = byref(_ADDED if problem.epilogue else _NOT_ADDED)
+        beta = byref(_ADDED if "residual" in problem.epilogue else _NOT_ADDED)
         room = c_size_t.from_param(int(candidate["workspace_bytes"]))
 
         def launch(a: int, b: int, out: int, added: int = 0, leading: int = 0, *rest: int) -> None:
