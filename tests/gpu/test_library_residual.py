@@ -15,6 +15,7 @@ from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
 from tunegemm.generate.cublaslt import ADDED, FAMILY, library
 from tunegemm.generate.takes import NotTaken
+from tunegemm.measure.operands import expected
 
 pytestmark = pytest.mark.gpu
 
@@ -37,6 +38,24 @@ def test_its_algorithms_add_a_residual(problem: Problem, epilogue: str, device: 
     for candidate in found:
         assert FAMILY.check(problem, candidate, device)
         case.check(FAMILY.load(problem, candidate, device, None), FAMILY.label(candidate), runs=2)
+
+
+@pytest.mark.parametrize("epilogue", ADDED)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_infinity_are_as_torch_has_them(epilogue: str, value: float, device: Device) -> None:
+    problem = Problem(72, 512, 1024, epilogue=epilogue)
+    torch.zeros(1, device="cuda")
+    case = Case.of(problem, seed=3)
+    for target in (case.operands.a, *case.operands.fused):
+        place = (3,) if target.ndim == 1 else (3, 5)
+        before, target[place] = target[place].clone(), value
+        wanted = expected(problem, case.operands)
+        for candidate in library.algorithms(problem, device.index, 4, 1 << 20):
+            FAMILY.load(problem, candidate, device, None)(*case.operands.arguments)
+            out, label = case.operands.out.float(), FAMILY.label(candidate)
+            assert torch.equal(out.isnan(), wanted.isnan()), label
+            assert torch.equal(out[out.isinf()], wanted[wanted.isinf()]), label
+        target[place] = before
 
 
 def test_a_residuals_lines_lie_apart(device: Device) -> None:
