@@ -34,11 +34,11 @@ from tunegemm.describe.epilogue import GATED
 from tunegemm.describe.problem import Problem
 from tunegemm.errors import TunegemmError
 from tunegemm.generate import families
-from tunegemm.generate.cublaslt import ADDED as SUMS
 from tunegemm.generate.cublaslt import FAMILY as LIBRARY
 from tunegemm.generate.cublaslt.choice import algorithm_to_add, first_choice
 from tunegemm.generate.cublaslt.eager import torch_mm
 from tunegemm.generate.cublaslt.library import algorithms
+from tunegemm.generate.cublaslt.names import ADDED as SUMS
 from tunegemm.model import shortlist
 
 #: Rounds for few rows, and for many rows before the steady-state rounds.

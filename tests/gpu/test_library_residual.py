@@ -13,7 +13,8 @@ from tests.support.numerics import Case
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import Problem
 from tunegemm.dispatch import api
-from tunegemm.generate.cublaslt import ADDED, FAMILY, library
+from tunegemm.generate.cublaslt import FAMILY, library
+from tunegemm.generate.cublaslt.names import ADDED
 from tunegemm.generate.takes import NotTaken
 from tunegemm.measure.operands import expected
 

@@ -11,7 +11,7 @@ from tunegemm.choose.policies import FASTEST, Policy
 from tunegemm.choose.snapshot import Snapshot
 from tunegemm.describe.device import Device, Fingerprint
 from tunegemm.describe.problem import Problem
-from tunegemm.generate.cublaslt import ADDED
+from tunegemm.generate.cublaslt.names import ADDED
 from tunegemm.measure.evidence import leaders, may_be_record, standing
 from tunegemm.store.record import Record
 from tunegemm.store.validity import Grade, judge_stored

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from tunegemm.describe.device import Device
 from tunegemm.describe.problem import DTYPE_BYTES, MAX_ALIGNMENT, Problem
 from tunegemm.describe.space import Candidate, SearchSpace
+from tunegemm.generate.cublaslt.names import ADDED
 from tunegemm.generate.feasibility import FEASIBLE, Verdict, apply_rules, rows_together, rule
 from tunegemm.generate.workspace import Workspace, exceeded_workspace
 from tunegemm.resources import data_path
@@ -26,11 +27,6 @@ ALGORITHM_PARAMETERS = (
     "algo_id", "tile", "stages", "inner_shape", "cluster_shape", "custom_option",
     "split_k", "reduction_scheme", "cta_swizzling", "workspace_bytes",
 )  # fmt: skip
-
-#: The epilogues of cublasLtMatmul that save a kernel of torch's, with their numbers in cublasLt.h: it adds a
-#: bias, then computes GELU (by tanh), or adds a matrix C. It also has relu (6 with a bias), 1.17 to 1.29 of
-#: torch on an H200, but nobody has seen yet what that makes of NaN.
-ADDED = {"residual": 1, "bias_n+residual": 4, "bias_n+gelu_tanh": 36}
 
 #: The baseline of every interleave, as a candidate.
 TORCH_MM = Candidate.make("cublaslt", {"algorithm": "torch.mm"})

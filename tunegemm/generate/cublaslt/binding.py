@@ -16,7 +16,7 @@ from typing import Any
 
 from tunegemm.describe.driver import ensure_context
 from tunegemm.describe.problem import MAX_ALIGNMENT, Problem
-from tunegemm.generate.cublaslt import ADDED
+from tunegemm.generate.cublaslt.names import ADDED
 from tunegemm.generate.cublaslt.operands import Matrix, Strides, column_major
 
 # cublasLt.h and library_types.h: values that are part of CUDA's binary interface.
