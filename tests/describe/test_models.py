@@ -494,6 +494,17 @@ def test_a_model_that_sees_has_its_text_model(tmp_path: Path) -> None:
     assert read_model(str(tmp_path)).layers[0].parts[0].columns == 4 * 256
 
 
+@pytest.mark.parametrize("variable", ["", "HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+def test_a_home_of_nobody_is_no_place(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(each, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "~nosuchuser/x")
+    name = "org/other" if variable else "~nosuchuser/x"
+    with pytest.raises(WorkloadError, match=f"'{name}': neither .* tunegemm downloads nothing"):
+        read_model(name)
+
+
 def test_a_name_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = tmp_path / "hub" / "models--org--small"
     for revision in ("aaa", "bbb"):

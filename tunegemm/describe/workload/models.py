@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def _text_model(config: Config) -> Config:
 
 
 def _find(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = _expanded(name)
     if path.is_dir():
         path = path / "config.json"
     if path.exists() or name.endswith(".json"):
@@ -142,7 +143,14 @@ def _find(name: str) -> Path:
 def _cache() -> Path:
     """The folder of Hugging Face's downloads."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(hub).expanduser()
+        return _expanded(hub)
     home = os.environ.get("HF_HOME")
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return (Path(home).expanduser() if home else caches / "huggingface") / "hub"
+    caches = _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return (_expanded(home) if home else caches / "huggingface") / "hub"
+
+
+def _expanded(path: str) -> Path:
+    """A path with a home in place of ``~``; as it is if there is no such user."""
+    with suppress(RuntimeError):
+        return Path(path).expanduser()
+    return Path(path)
