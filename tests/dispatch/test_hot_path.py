@@ -295,9 +295,9 @@ def test_compiled_code_for_any_rows_finds_what_it_did_by_their_number(monkeypatc
         ]
         assert len([site for site in sites if site.plan]) == (0 if bias else 2)
         assert len([site for site in sites if not site.plan]) == (3 if bias else 1)
-        planner.next_look = 0.0
+        planner.quick.until = 0.0
         compiled(a[:7])
-        assert planner.next_look > 0, "records that are published later are not found"
+        assert planner.quick.until > 0, "records that are published later are not found"
     planner.state.forget_checks()
     assert not planner.state.recent
 

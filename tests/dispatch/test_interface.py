@@ -154,7 +154,7 @@ def test_what_torch_computes_is_decided_anew_when_records_are_published() -> Non
         api.dispatcher.matmul(a, b)  # reads the records
     for stamp, decided in (("before", 1), ("after", 2)):
         family(a, b)
-        published[0], api.dispatcher.planner.next_look = stamp, 0.0
+        published[0], api.dispatcher.planner.quick.until = stamp, 0.0
         family(a, b)
         assert family.decided == decided
 

@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def planner(serve) -> Iterator[Planner]:
     before = api.serve_by(serve())
-    api.dispatcher.planner.next_look = float("inf")
+    api.dispatcher.planner.quick.until = float("inf")
     yield api.dispatcher.planner
     api.serve_by(before)
 
@@ -49,7 +49,7 @@ def test_a_decision_that_waits_holds_for_seconds(
 ) -> None:  # fmt: skip
     looked: list[bool] = []
     monkeypatch.setattr(planner, "look", lambda: looked.append(True) or planner.state)
-    planner.next_look = next_look
+    planner.quick.until = next_look
     cache, x = LaunchCache(), torch.empty(2, 3)
     known = cache.keep("a key", None, x, waits=True)
     assert known.again == 105.0
@@ -66,7 +66,7 @@ def test_a_decision_for_torch_ends_with_new_records(
     known = cache.keep("a key", None, x)
     launch = cache.keep("another key", "a launch", x)
     assert known.again == float("inf")
-    planner.next_look = 0.0
+    planner.quick.until = 0.0
     monkeypatch.setattr(planner, "look", lambda: "another state")
     assert cache.find("a key", x) is None and cache.find("another key", x) is launch
     monkeypatch.setattr(extension, "capturing", lambda device: True)

@@ -351,7 +351,7 @@ def test_whatever_is_raised_is_torchs_product_and_one_warning(device, monkeypatc
         monkeypatch.setattr("tunegemm.dispatch.planning.select", fail)
     dispatcher = dispatcher_of(rows, **({} if place == "select" else {place: fail}))
     lines = in_time(dispatcher)
-    dispatcher.planner.next_look = 0
+    dispatcher.planner.quick.until = 0
     assert len(in_time(dispatcher)) == 0, "nor later, when files are looked at"
     # What cannot be prepared is a miss of its own for each product.
     assert 1 <= len(lines) <= (3 if place == "prepare" else 1), lines

@@ -310,9 +310,9 @@ def test_compiled_code_knows_what_is_the_engines_by_the_number_of_rows(serve, ke
             odd, weight, bias=bias, name="linear", site="a site"
         )
         assert known()[11] == 0
-        dispatcher.planner.next_look = 0.0
+        dispatcher.planner.quick.until = 0.0
         compiled(x)
-        assert dispatcher.planner.next_look > 0
+        assert dispatcher.planner.quick.until > 0
     dispatcher.planner.state.forget_checks()
     assert not known()
 

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
 import inspect
 import pickle
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tunegemm
 from tests.support.fusing import close
 from tests.support.gates import Kernels
 from tests.support.layers import MLP, given, made
+from tests.support.serving import calls_of
+from tunegemm.dispatch import extension
 from tunegemm.errors import TunegemmWarning
 from tunegemm.layers import mlp, sites
 from tunegemm.layers.modules import ROWS
@@ -129,6 +137,7 @@ def test_an_mlp_without_a_kernel_is_known_by_its_rows_and_dtype(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x, asked = fused(made(MLP())), given(), []
+    assert not extension.is_off()  # which reads the mode, as the choice of a kernel does first
     monkeypatch.setattr(mlp, "is_replaced", lambda: bool(asked.append(1)))  # type: ignore[func-returns-value]
     with torch.no_grad():
         with monkeypatch.context() as none:
@@ -444,6 +453,76 @@ def test_gradients_modes_and_autocast_are_the_modules_own(kernels: Kernels) -> N
         with pytest.raises(RuntimeError):
             model(x[..., :5])
     assert not kernels.gates and seen
+
+
+class _Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return function(*args, **kwargs or {})
+
+
+class _Watched(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return function(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        torch.enable_grad, _Dispatched, _Watched, _deterministic, forward_ad.dual_level,
+        lambda: torch.autocast("cpu", torch.float16), lambda: tunegemm.policy("batch_invariant"),
+        lambda: nn.modules.module.register_module_forward_pre_hook(lambda m, i: None),
+        lambda: nn.modules.module.register_module_full_backward_hook(lambda m, i, o: None),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_a_call_that_a_kernel_computed_may_be_the_modules_own_next_time(
+    kernels: Kernels, within: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    plain, model, x = made(MLP()), fused(made(MLP())), given()
+    with torch.no_grad():
+        for _ in range(2):
+            close(model(x), plain(x))
+        assert len(kernels.gates) == 2
+        with within():
+            assert model(x).dtype is plain(x).dtype
+            assert len(kernels.gates) == 2
+        close(model(x), plain(x))
+        close(model(x.transpose(0, 1)), plain(x.transpose(0, 1)))
+        assert len(kernels.gates) == 3
+        close(torch.vmap(model)(x), plain(x))
+        assert len(kernels.gates) == 3
+
+
+def test_a_kernel_is_found_by_one_look(kernels: Kernels) -> None:
+    """Within a model the complete checks cost the host more than the gate's operations of torch."""
+    model, x = fused(made(MLP())), given()
+    with torch.no_grad():
+        model(x)
+        for change in (lambda: None, tunegemm.refresh):
+            change()
+            model(x)
+            names, _ = calls_of(lambda: model(x))
+            ours = [name for name in names if name.startswith("tunegemm.layers")]
+            assert len(ours) <= 4, ours
+    assert len(kernels.gates) == 5
+
+
+def test_what_is_known_of_a_call_keeps_no_layer_alive(kernels: Kernels) -> None:
+    model, x = fused(made(MLP())), given()
+    with torch.no_grad():
+        model(x)
+    assert len(kernels.gates) == 1
+    layers = [weakref.ref(layer) for layer in model.modules()]
+    del model
+    gc.collect()
+    assert not any(layer() for layer in layers)
 
 
 def test_a_default_device_hides_no_kernel(kernels: Kernels) -> None:

@@ -125,3 +125,4 @@ def watch_launches(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None], *
     served = Dispatcher(Planner(prepare=watched, **others))
     monkeypatch.setattr(api, "dispatcher", served)
     monkeypatch.setattr(api, "product", served.product)
+    monkeypatch.setattr(api, "quick", served.planner.quick)

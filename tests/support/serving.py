@@ -67,6 +67,7 @@ def serve_with(monkeypatch: pytest.MonkeyPatch, served: Dispatcher, place: str =
     before = api.dispatcher
     monkeypatch.setattr(api, "dispatcher", before)  # which undoes `serve_by`
     monkeypatch.setattr(api, "product", before.product)
+    monkeypatch.setattr(api, "quick", before.planner.quick)
     api.serve_by(served)
     monkeypatch.setattr(ops, "DEVICE_TYPE", place)
     monkeypatch.setattr(takeover, "DEVICE_KEYS", (place.upper(),))

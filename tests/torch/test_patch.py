@@ -235,7 +235,7 @@ def test_a_fall_back_asks_for_no_kernel_until_the_next_look(serve, kernel, monke
             assert layer.weight.grad is not None and keys(lambda: layer(X)) == 0
         assert keys(lambda: layer(X[:16])) == 1, "another number of rows"
         assert keys(lambda: layer(X)) == 0
-        dispatcher.planner.next_look = 0.0
+        dispatcher.planner.quick.until = 0.0
         assert keys(lambda: layer(X)) == 1, "there might be a record now"
         serve_with(monkeypatch, serve(Problem(32, 48, 64, epilogue="bias_n" if bias else "")))
         layer(X)
@@ -260,14 +260,34 @@ def test_a_layer_without_a_kernel_is_torchs_after_one_look(serve, kernel, monkey
     assert not kernel.calls and enters(X) and len(kernel.calls) == 1
     assert enters(X) and len(kernel.calls) == 2 and not enters(few)
     with tunegemm.policy("deterministic"):
-        assert enters(few) and not enters(few)
+        assert enters(few) and enters(few), "whose plans are others"
     tunegemm.refresh()
     assert enters(few)
-    monkeypatch.setattr(api.dispatcher.planner, "next_look", 0.0)
+    monkeypatch.setattr(api.dispatcher.planner.quick, "until", 0.0)
     assert enters(few), "which looks for new records"
     with torch.no_grad():
         layer.weight.mul_(2)
         assert torch.equal(layer(few), nn.functional.linear(few, layer.weight, layer.bias))
+
+
+@pytest.mark.filterwarnings("ignore::tunegemm.errors.TunegemmWarning")
+def test_another_weight_at_the_address_of_one_without_a_kernel_is_found(serve, kernel, monkeypatch):
+    """The allocator gives a new model the memory of one that is gone."""
+    serve_with(monkeypatch, serve(Problem(32, 48, 64)))
+    layer = nn.Linear(64, 64, bias=False).to(torch.bfloat16)
+    tunegemm.patch(layer)
+    quick = api.dispatcher.planner.quick
+    with torch.no_grad():
+        layer(X)
+        assert quick == {layer.weight.data_ptr(): {X.numel()}} and not kernel.calls
+        layer.weight = nn.Parameter(layer.weight[:48].detach())
+        assert torch.equal(layer(X), nn.functional.linear(X, layer.weight))
+        monkeypatch.setattr(quick, "until", 0.0)
+        layer(X), layer(X)
+        assert len(kernel.calls) == 2
+        with tunegemm.policy("deterministic"):
+            layer(X[:8])
+            assert not quick, "other contexts have another policy"
 
 
 def test_a_report_names_each_linear_layer() -> None:

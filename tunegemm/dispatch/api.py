@@ -10,12 +10,14 @@ from tunegemm.dispatch.states import Block, begin, end, end_with_outer
 dispatcher = Dispatcher()
 #: Its method, which each call would bind anew.
 product = dispatcher.product
+#: Its planner's, for patched layers.
+quick = dispatcher.planner.quick
 
 
 def serve_by(other: Dispatcher) -> Dispatcher:
     """Let another dispatcher compute all products from now on; returns the previous one."""
-    global dispatcher, product
-    before, dispatcher, product = dispatcher, other, other.product
+    global dispatcher, product, quick
+    before, dispatcher, product, quick = dispatcher, other, other.product, other.planner.quick
     return before
 
 

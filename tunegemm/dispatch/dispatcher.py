@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.nn.functional import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tunegemm.describe.problem import MAX_ALIGNMENT
@@ -118,7 +119,7 @@ class Dispatcher:
             return self.compute(_PLAIN_FORMS[call], a, b, (), (), out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch computes it in every mode
-            if time.monotonic() < self.planner.next_look:
+            if time.monotonic() < self.planner.quick.until:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b)
                 return by_torch(_PLAIN_FORMS[call], a, b, (), (), out)
@@ -173,7 +174,7 @@ class Dispatcher:
             return self.compute(form, a, b, tensors, numbers, out)
         plan, launch = recent.plan, recent.launch
         if plan is None or launch is None:  # torch computes it in every mode
-            if time.monotonic() < self.planner.next_look:
+            if time.monotonic() < self.planner.quick.until:
                 if out is None and recent.torchs is not None:
                     return recent.torchs(a, b, *tensors)
                 return by_torch(form, a, b, tensors, numbers, out)
@@ -219,7 +220,7 @@ class Dispatcher:
         if recent is None:
             pass
         elif recent.launch is None:
-            if recent.torchs is not None and time.monotonic() < self.planner.next_look:
+            if recent.torchs is not None and time.monotonic() < self.planner.quick.until:
                 return recent.torchs(a, b, *tensors, out=out)
         elif (plan := recent.plan) is not None:
             a_address, b_address, out_address = a.data_ptr(), b.data_ptr(), out.data_ptr()
@@ -426,8 +427,6 @@ class Dispatcher:
         if recent is None or not recent.check(*tensors):  # built in another mode, such as inference mode
             allowed = guards.reductions_allowed(tensors[0].dtype)
             reduces = not all(allowed) if plan is None else plan.reduces
-            a = tensors[0]
-            is_left = plan is None and out is None and a.dtype.itemsize == 2 and a.is_contiguous()
             recent = state.recent[key] = Recent(
                 guards.check_of(tensors, reductions=reduces),
                 plan,
@@ -436,13 +435,14 @@ class Dispatcher:
                 form.call != BELOW_AUTOGRAD and any(tensor.requires_grad for tensor in tensors),
                 out is not None and not out.is_inference(),
                 (plan.device.index or 0) if plan is not None and plan.guarded else -1,
-                a.numel() if is_left else -1,
             )
         if len(state.recent) >= 3 * MAX_PLANS:  # by three hints each
             state.forget_checks()
         a, b = tensors[:2]
         slot = b.data_ptr() | form.tag | (0 if out is None else 2)
         state.recent[slot] = state.recent[slot, a.numel(), b.stride()] = recent
+        if plan is None and form.torchs is linear and a.dtype.itemsize == 2 and a.is_contiguous():
+            self.planner.states.put_quick(state, b.data_ptr() + (len(tensors) > 2), {a.numel()})
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
         """Whether `is_ordinary` is False only because of gradients."""

@@ -170,7 +170,7 @@ class LaunchCache:
                 if known.launch is not None:
                     return known
                 now = time.monotonic()
-                holds = now < planner.next_look and now < known.again  # `min` would cost more
+                holds = now < planner.quick.until and now < known.again  # `min` would cost more
                 return known if holds or _holds(known, tensors) else None
             if tensors and capturing(tensors[0].device):
                 # torch captures with copies of operands, possibly made in other modes, and nothing can be

@@ -32,7 +32,7 @@ from tunegemm.dispatch.forms import BELOW_AUTOGRAD, LINEAR, Call, Form, Refusal,
 from tunegemm.dispatch.guards import allocation, capturing, deterministic
 from tunegemm.dispatch.launchers import Plan, Prepared, make_plan, prepare, refusal_of
 from tunegemm.dispatch.notices import Notices, advice, named_error, weight_of, who
-from tunegemm.dispatch.states import COMPOSED, EARLIER, Composed, State, States, own
+from tunegemm.dispatch.states import COMPOSED, EARLIER, Composed, Quick, State, States, own
 from tunegemm.errors import TunegemmError, TunegemmWarning, one_line, raised
 from tunegemm.generate import families
 from tunegemm.generate.cublaslt import is_torch
@@ -88,11 +88,10 @@ class Planner:
         self._find, self._prepare, self._rivals = find, prepare, rivals
         self._devices: dict[int, Device | None] = {}
         """Those on which products were planned, by index; None for one that cannot be found."""
-        self.states = States()
+        self.quick = Quick()
+        self.states = States(quick=self.quick)
         """The state of each policy. A state is replaced as a whole, so it can be read without a lock."""
         self._mode: Mode | None = None
-        self.next_look = 0.0
-        """When to check next for published records."""
         self.allocate: Any = allocation(device_type)
         """Makes outputs, from (shape, strides, dtype)."""
         self.observe: Observe | None = None
@@ -103,7 +102,7 @@ class Planner:
     def refresh(self) -> None:
         """Forget all plans; the database is read again on the next call."""
         with self.lock:
-            self.states = States(self.states.policy)
+            self.states = States(self.states.policy, self.quick)
             self.notices.forget()
             self._devices = {}
 
@@ -172,7 +171,7 @@ class Planner:
         """
         state, form, a, b = self.state, call.form, call.a, call.b
         found = state.plans.get(key, EARLIER)
-        if (known := found is not EARLIER) and time.monotonic() < self.next_look:
+        if (known := found is not EARLIER) and time.monotonic() < self.quick.until:
             return state, found
         if torch.cuda._is_in_bad_fork() or capturing(a.device):
             if state.policy.is_batch_invariant and not isinstance(state.plans.get(key), Composed):
@@ -232,10 +231,14 @@ class Planner:
         records for them wait for `refresh`.
         """
         with self.lock:
-            if time.monotonic() < self.next_look:
+            if time.monotonic() < self.quick.until:
                 return self.state
-            self.next_look = time.monotonic() + LOOK_SECONDS
+            self.quick.until = time.monotonic() + LOOK_SECONDS
+            self.quick.clear()
             for old in self.states.all():
+                # Another weight may lie at the address of one that torch computes.
+                for hint in [hint for hint, recent in list(old.recent.items()) if recent.plan is None]:
+                    old.recent.pop(hint, None)
                 changed = False
                 with suppress(Exception):  # `_records` has warned of it
                     changed = old.snapshot is not None and self._modified() != old.snapshot.modified
@@ -550,7 +553,7 @@ class Planner:
         """The records, read on first use. name: the function that was called."""
         if state.snapshot is not None:
             return state.snapshot
-        self.next_look = time.monotonic() + LOOK_SECONDS
+        self.quick.until = time.monotonic() + LOOK_SECONDS
         try:
             with _in_time():
                 snapshot = self._read()
@@ -645,7 +648,7 @@ def _after_fork() -> None:
     tensors."""
     for planner in _planners:
         planner.lock = threading.RLock()
-        planner.states = States(planner.states.policy)
+        planner.states = States(planner.states.policy, planner.quick)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -11,23 +11,40 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import re
 import textwrap
+from collections.abc import Callable
 from functools import cache, partial
+from time import monotonic
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
-from tunegemm.dispatch import guards
-from tunegemm.dispatch.guards import PLAIN
+from tunegemm.dispatch import api, guards
+from tunegemm.dispatch.guards import (
+    PLAIN,
+    are_functions_watched,
+    data_ptr,
+    deterministic,
+    dispatch_modes,
+    function_modes,
+    grad_enabled,
+)
 from tunegemm.layers import sites
 from tunegemm.torch.linear import TunedLinear, is_replaced
 
 _is_compiling = torch.compiler.is_compiling
+_has_global_hooks: Any = torch_module._has_any_global_hook
+
+
+#: Objects or namespaces, names in them, and what was found there.
+Links: TypeAlias = tuple[tuple[Any, str, Any], ...]
 
 
 class Places(NamedTuple):
@@ -41,11 +58,12 @@ class Places(NamedTuple):
     function: str = ""
     """The name of that function, as the forward writes it; empty where a child is the activation."""
 
-    def activation(self, module: nn.Module) -> str:
-        """The name of the MLP's activation; empty if it is not known."""
+    def activation(self, module: nn.Module) -> tuple[str, Links]:
+        """The name of the MLP's activation, empty if it is not known, and the links to its function."""
         if self.act:
-            return activation_of(module._modules.get(self.act))
-        return _name_of(_global(type(module).forward, self.function))
+            return _activation(module._modules.get(self.act))
+        function, links = _global(type(module).forward, self.function)
+        return _name_of(function), links
 
 
 def places_of(cls: type) -> Places | None:
@@ -67,13 +85,14 @@ def _places_in(forward: Any) -> Places | None:
     return None
 
 
-def _global(forward: Any, path: str) -> Any:
-    """The object that a function finds under a global's dotted name; None if there is none."""
-    first, *names = path.split(".")
-    place = forward.__globals__.get(first)
-    for name in names:
-        place = getattr(place, name, None)
-    return place
+def _global(forward: Any, path: str) -> tuple[Any, Links]:
+    """The object that a function finds under a global's dotted name, or None, and the links to it."""
+    place, links = forward.__globals__, []
+    for name in path.split("."):
+        found = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+        links.append((place, name, found))
+        place = found
+    return place, tuple(links)
 
 
 def _return_of(forward: FunctionType) -> tuple[str, str, ast.expr] | None:
@@ -126,19 +145,34 @@ def activation_of(module: Any) -> str:
     Torch's own classes count. So does any class whose forward, by its source, only calls one of torch's
     activation functions, by name or through an attribute. The activations of transformers do this.
     """
+    return _activation(module)[0]
+
+
+def _activation(module: Any) -> tuple[str, Links]:
+    """The name of an activation's function, and the links from the module to it."""
     if not _is_bare(module):
-        return ""
+        return "", ()
     cls = type(module)
     forward = vars(cls).get("forward")
+    links: Links = ((cls, "forward", forward), (cls, "__call__", cls.__call__))
     if (function := _OWN.get((cls, forward))) is not None:
-        name = cls.__name__.lower()
+        name, option = cls.__name__.lower(), "approximate" if cls is nn.GELU else "inplace"
+        said = vars(module).get(option)
         if getattr(functional, name) is not function:  # a tool has put its own there
-            return ""
-        if name == "gelu":
-            return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate, "")
-        return "" if module.inplace else name
+            return "", ()
+        if cls is nn.GELU:
+            kind = {"none": "gelu", "tanh": "gelu_tanh"}.get(str(said), "")
+        else:
+            kind = "" if said else name
+        return kind, (*links, (functional, name, function), (module, option, said))
     path, attribute = _called_by(forward, cls.__call__)
-    return _name_of(vars(module).get(attribute) if attribute else path and _global(forward, path))
+    if attribute:
+        function = vars(module).get(attribute)
+        return _name_of(function), (*links, (module, attribute, function))
+    if not path:
+        return "", ()
+    function, to_function = _global(forward, path)
+    return _name_of(function), (*links, *to_function)
 
 
 # For Dynamo a constant at trace time: it cannot trace what reads a source.
@@ -193,7 +227,7 @@ def recognised(module: nn.Module) -> Places | None:
     layers = [children.get(name) for name in (places.gate, places.up, places.down)]
     if any(type(layer) not in (nn.Linear, TunedLinear) for layer in layers):
         return None
-    return places if places.activation(module) else None
+    return places if places.activation(module)[0] else None
 
 
 class Forward:
@@ -201,8 +235,7 @@ class Forward:
 
     def __init__(self, module: nn.Module, places: Places) -> None:
         self._module, self.places = module, places
-        self._site: sites.Gated | None = None
-        """The latest one that was asked for a kernel."""
+        self._seen: _Seen | None = None
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -253,37 +286,79 @@ class Forward:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = self._module
-        if not _is_compiling() and len(arguments) == 1 and not keywords:
+        if not _is_compiling() and len(arguments) == 1 and not keywords and type(arguments[0]) in PLAIN:
             gated = self._gated(arguments[0])
             if gated is not None:
-                return module.get_submodule(self.places.down)(gated)
+                return module._modules[self.places.down](gated)  # type: ignore[misc]
         return type(module).forward(module, *arguments, **keywords)
 
-    def _gated(self, x: Any) -> torch.Tensor | None:
+    def _gated(self, x: torch.Tensor) -> torch.Tensor | None:
         """The gate by a kernel; None where the class's forward is to compute it."""
-        if (site := self._site) is not None and type(x) in PLAIN and site.facts[-2:] == (x.dtype, x.device):
-            known = site.find(x.shape)
-            if known is not None and known.launch is None:  # whatever the module is like by now
+        own, places, seen, quick = self._module.__dict__, self.places, self._seen, api.quick
+        children = own["_modules"]
+        try:
+            gate, up = children[places.gate], children[places.up]
+            first, second = gate._parameters["weight"], up._parameters["weight"]
+            entry = quick.get(data_ptr(first) + _OF_MLPS)
+            if type(entry) is set and x.numel() in entry and monotonic() < quick.until:
                 return None
-        children, places = self._module._modules, self.places
-        gate, up = children.get(places.gate), children.get(places.up)
+            # A layer stands for its bias if that is in another place.
+            added, upper_added = gate._parameters.get("bias", gate), up._parameters.get("bias", up)
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # somebody has replaced a layer
+            return None
+        if added is upper_added is None:
+            operands: tuple[Any, ...] = (x, first, second)
+        else:
+            operands = (x, first, second, added, upper_added)
+        for operand in operands:
+            if type(operand) not in PLAIN:
+                return None
+        # Spelled out: within a model, each further call of a function costs it some microseconds.
+        if (
+            seen is not None
+            and seen.entry is entry
+            and seen.gate is gate
+            and seen.up is up
+            and seen.act is children.get(places.act)
+            and seen.operands == len(operands)
+            and type(gate) is type(up) is TunedLinear
+            and own.keys().isdisjoint(places)
+            and not (
+                torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+                or torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
+                or deterministic() or dispatch_modes() or forward_ad._current_level >= 0
+                or (function_modes() and are_functions_watched())
+                or (seen.is_trained and grad_enabled())
+            )
+        ):  # fmt: skip
+            for child in (gate, up, seen.act):
+                its = _NOTHING if child is None else child.__dict__
+                if (
+                    "forward" in its or "weight" in its or "bias" in its
+                    or its["_forward_hooks"] or its["_forward_pre_hooks"]
+                    or its["_backward_hooks"] or its["_backward_pre_hooks"]
+                ):  # fmt: skip
+                    return None
+            for place, name, found in seen.links:
+                if (place.get(name) if type(place) is dict else getattr(place, name, None)) is not found:
+                    break
+            else:
+                if seen.check(*operands) and (result := seen.way(*operands)) is not None:
+                    return result
+        return self._decided(gate, up, operands)
+
+    def _decided(self, gate: Any, up: Any, operands: tuple[Any, ...]) -> torch.Tensor | None:
+        """As `_gated`, for a module or a call that was not seen before."""
+        (x, first, second, *biases), places = operands, self.places
         if _places_in(type(self._module).forward) != places:  # somebody has replaced it, or the class
             return None
         if not vars(self._module).keys().isdisjoint(places):  # an attribute hides a child
             return None
         if is_replaced() or not (type(gate) is type(up) is TunedLinear and _is_bare(gate) and _is_bare(up)):
             return None
-        first: Any = gate._parameters.get("weight")
-        second: Any = up._parameters.get("weight")
-        # A layer stands for its bias if that is in another place.
-        added, upper_added = gate._parameters.get("bias", gate), up._parameters.get("bias", up)
-        biases = () if added is None and upper_added is None else (added, upper_added)
-        activation = places.activation(self._module)
+        activation, links = places.activation(self._module)
         if (
             not activation
-            or type(x) not in PLAIN
-            or type(first) not in PLAIN
-            or type(second) not in PLAIN
             or not all(_is_bias_of(first, bias) for bias in biases)
             or not (x.dtype is first.dtype is second.dtype)
             or not (x.device == first.device == second.device)
@@ -295,13 +370,54 @@ class Forward:
             or first.stride(1) != 1
             or x.shape[-1] != first.shape[1]
             or guards.any_autocast()
-            or (guards.function_modes() and guards.are_functions_watched())
+            or (function_modes() and are_functions_watched())
             or not guards.is_ordinary(x, first, (second, *biases))
         ):
             return None
         facts = (*first.shape, first.stride(0), x.dtype, x.device)
-        self._site = site = sites.gated(activation, sites.TWO_WEIGHTS, bool(biases), facts)
-        return site.kernel(x, first, second, *biases)
+        site = sites.gated(activation, sites.TWO_WEIGHTS, bool(biases), facts)
+        result: torch.Tensor | None = site.kernel(*operands)
+        known = site.find(x.shape)
+        if known is not None and known.again == math.inf:
+            entry: object = {x.numel()}
+            if known.launch is not None:
+                entry = object()
+                cls, act = type(self._module), self._module._modules.get(places.act)
+                links += (
+                    (self._module, "__class__", cls), (cls, "forward", cls.forward),
+                    (functional, "linear", functional.linear), (nn.Linear, "forward", nn.Linear.forward),
+                )  # fmt: skip
+                check, is_trained = guards.check_of(operands), any(each.requires_grad for each in operands)
+                self._seen = _Seen(
+                    entry, gate, up, act, links, len(operands), check, known.launch, is_trained
+                )
+            planner = api.dispatcher.planner
+            planner.states.put_quick(planner.state, data_ptr(first) + _OF_MLPS, entry)
+        return result
+
+
+#: What is added to a gate's address in `api.quick`.
+_OF_MLPS = 2
+_NOTHING = dict.fromkeys(("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+
+
+class _Seen(NamedTuple):
+    """The latest call of a module whose gate a kernel computed."""
+
+    entry: object
+    """In `api.quick`, as long as this holds: a table of all models must not keep layers alive."""
+    gate: Any
+    up: Any
+    act: Any
+    """None for a function."""
+    links: Links
+    """Whatever else makes the module's forward what it is."""
+    operands: int
+    """How many."""
+    check: Callable[..., bool]
+    way: sites.Way
+    is_trained: bool
+    """Whether an operand requires a gradient."""
 
 
 def _is_bias_of(weight: torch.Tensor, bias: Any) -> bool:
@@ -329,7 +445,7 @@ def _is_bare(module: Any) -> bool:
             or module._forward_pre_hooks
             or module._backward_hooks
             or module._backward_pre_hooks
-            or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+            or _has_global_hooks()
         )
     )
 

@@ -119,7 +119,7 @@ def lines_of(model: torch.nn.Module) -> Iterator[Line]:
     for name, module in model.named_modules():
         if isinstance(forward := vars(module).get("forward"), mlp.Forward):
             places = forward.places
-            layer, gate = module._modules.get(places.gate), GATE_OF.get(places.activation(module))
+            layer, gate = module._modules.get(places.gate), GATE_OF.get(places.activation(module)[0])
             rows = "no kernel"
             if isinstance(layer, torch.nn.Linear) and gate is not None:  # somebody may have replaced either
                 weight = layer.weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from time import monotonic
 from typing import Any
 
 import torch
@@ -12,14 +12,12 @@ from torch.nn import functional as F  # torch.jit.script looks for it here, see 
 from tunegemm.dispatch import api
 from tunegemm.dispatch.forms import LINEAR
 from tunegemm.dispatch.guards import PLAIN, data_ptr, grad_enabled, tracing
-from tunegemm.dispatch.states import own as own_policy
 from tunegemm.torch import functions
 
 _is_compiling = torch.compiler.is_compiling
 _torchs: Any = torch._C._nn.linear
 _Linear = torch.nn.Linear  # which a tool may replace, too, for layers that are made from then on
 _forward = _Linear.forward
-_BIASED = functions.WITH_BIAS.tag
 
 
 def is_replaced() -> bool:
@@ -64,16 +62,6 @@ def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
     if is_hidden:
         weight, bias = layer.weight, layer.bias
     if type(input) in PLAIN:
-        # In a model each step of a call costs three times what it costs in a loop of one layer: with the
-        # dispatcher's own look-up, a layer without a kernel took 4 us more than torch, with this 1.5 (a CPU).
-        planner = api.dispatcher.planner
-        try:
-            slot = data_ptr(weight) | (LINEAR if bias is None else _BIASED)
-            recent = planner.states[own_policy()].recent.get(slot)
-            if recent is not None and recent.left == input.numel() and time.monotonic() < planner.next_look:
-                return _torchs(input, weight, bias)
-        except (AttributeError, RuntimeError, TypeError):  # the dispatcher finds out why
-            pass
         if (
             grad_enabled()
             and not tracing()  # its checks need the same function in each mode
@@ -125,6 +113,16 @@ class TunedLinear(torch.nn.Linear, metaclass=_Standing):
         if _is_compiling():
             linear = _torchs if _is_fused_later() else functions.linear
             return linear(input, self.weight, self.bias)
+        own = self.__dict__
+        if type(input) in PLAIN and "weight" not in own and "bias" not in own:
+            try:  # spelled out: a call would cost as much as the look
+                parameters, quick = own["_parameters"], api.quick
+                weight, bias = parameters["weight"], parameters["bias"]
+                elements = quick.get(data_ptr(weight) + (bias is not None))
+                if elements is not None and input.numel() in elements and monotonic() < quick.until:
+                    return _torchs(input, weight, bias)
+            except (AttributeError, KeyError, RuntimeError, TypeError):  # `eagerly` finds out why
+                pass
         return eagerly(self, input)
 
 
