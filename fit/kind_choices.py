@@ -76,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def kinds_of(words: str) -> list[Problem]:
-    """Kinds by their epilogues, in this order and as often; by default all.
+    """Kinds by their epilogues, in this order and as often; by default all with shipped kernels.
 
-    Raises TunegemmError for a kind without shipped kernels.
+    Raises TunegemmError for a kind without these that torch's library has not, either.
     """
     by_name = {
         kind.epilogue: kind
@@ -87,6 +87,9 @@ def kinds_of(words: str) -> list[Problem]:
     }
     if not words:
         return list(by_name.values())
+    by_name |= {
+        name: Problem.parse("64x64x64", dtype="bf16", epilogue=name) for name in SUMS if name not in by_name
+    }
     if unknown := [word for word in words.split(",") if word not in by_name]:
         raise TunegemmError(f"--kinds {','.join(unknown)}: use {', '.join(by_name)}")
     return [by_name[word] for word in words.split(",")]

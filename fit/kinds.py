@@ -76,7 +76,7 @@ class Frame:
         data = json.loads(source(gpu, "kind_choices.json").read_text(encoding="utf-8"))
         self.meta = data["meta"]
         device = device_of(self.meta)
-        self.rows = [row for row in data["rows"] if row["m"] <= RANGES[-1]]
+        self.rows = [row for row in data["rows"] if row["m"] <= RANGES[-1] and row["launches"]]
         sums = {row["epilogue"] for row in self.rows if "added" in row}
         tables, logs, product = [], [], []
         for number, row in enumerate(self.rows):

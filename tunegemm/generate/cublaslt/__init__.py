@@ -93,13 +93,13 @@ def library_dtypes(problem: Problem, candidate: Candidate, device: Device) -> st
 @rule("epilogue", "batch", "alignment", "out_major")
 def library_epilogue(problem: Problem, candidate: Candidate, device: Device) -> str | None:
     """The algorithms compute plain products, products plus a matrix, because cublasLtMatmul can read C and
-    write D at different addresses, and those plus a bias of D's contiguous extent, which GELU may follow.
-    Torch composes other epilogues from its own operations."""
+    write D at different addresses, and those plus a bias of D's contiguous extent, which relu or GELU may
+    follow. Torch composes other epilogues from its own operations."""
     if not problem.epilogue:
         return None
     if problem.epilogue not in ADDED:
         return (
-            "algorithms add nothing, a residual, or a bias and a residual or gelu_tanh; they have no "
+            "algorithms add nothing, a residual, or a bias and a residual, relu or gelu_tanh; they have no "
             f"{problem.epilogue}"
         )
     if problem.batch > 1 or problem.alignment != MAX_ALIGNMENT:

@@ -11,9 +11,8 @@ from pathlib import Path
 from tunegemm.describe.space import Value
 
 #: The epilogues of cublasLtMatmul that save a kernel of torch's, with their numbers in the header: it adds a
-#: bias, then computes GELU (by tanh), or adds a matrix C. It also has relu (6 with a bias), 1.17 to 1.29 of
-#: torch on an H200, but nobody has seen yet what that makes of NaN.
-ADDED = {"residual": 1, "bias_n+residual": 4, "bias_n+gelu_tanh": 36}
+#: bias, then computes an activation (GELU by tanh), or adds a matrix C.
+ADDED = {"residual": 1, "bias_n+residual": 4, "bias_n+relu": 6, "bias_n+gelu_tanh": 36}
 
 
 @cache
