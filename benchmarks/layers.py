@@ -9,7 +9,8 @@ a layer in one forward. Rows are the tokens of one prompt, or, as in d16, one to
 sequences that attend to 512 tokens. Modes: *backend* times eager calls, *graph* the same in a CUDA graph
 each; *inductor* the model compiled by Inductor without and with the pass of `tunegemm.enable`. *Merged* is
 torch alone with q, k and v, and gate and up, as one product each and a compiled gate, as serving engines
-have it; *unguarded* is the backend without Dynamo's guards on modules (docs/guide/layers.md);
+have it; *unguarded* is the backend without Dynamo's guards on modules (docs/guide/layers.md), *patched* the
+eager model after ``patch(fuse=True)``;
 `--with-inductor N` adds the compiled model, for up to N rows, to the first two modes. Writes
 results/GPU/layers.json.
 """
@@ -54,6 +55,8 @@ MODES = ("backend", "graph", "inductor")
 #: Further libraries that rows have ratios to, if they were timed.
 OTHERS = ("merged", "inductor")
 LAYERS = 2
+#: Further ways of tunegemm in mode backend, whose rows have their ratios to torch and their hosts' times.
+WAYS = ("unguarded", "patched")
 #: For mode backend, where the host's time matters: how many times as many rounds, and how much shorter.
 _HOSTS_ROUNDS, _HOSTS_SHARE = 3, 1 / 3
 
@@ -270,15 +273,15 @@ def measure(
         errors = {library: harness.error_of(step(), expected) for (_, library), step in steps.items()}
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
         row |= {"sample_ms": options.sample_ms} | harness.quality(errors["torch"], errors["tunegemm"])
-        if "unguarded" in errors:
-            row["right"] &= harness.quality(errors["torch"], errors["unguarded"])["right"]
+        for way in filter(errors.get, WAYS):
+            row["right"] &= harness.quality(errors["torch"], errors[way])["right"]
         if place.type == "cuda":
             rounds, sample_ms = options.rounds, options.sample_ms
             if mode == "backend":
                 rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
-                sides = [steps[mode, library] for library in ("tunegemm", "torch", "unguarded")]
-                names = ("host_us", "torch_host_us", "unguarded_host_us")
-                row |= dict(zip(names, host_us(*sides), strict=True))
+                hosts = host_us(*(steps[mode, library] for library in ("tunegemm", "torch", *WAYS)))
+                names = ("host_us", *(f"{library}_host_us" for library in ("torch", *WAYS)))
+                row |= dict(zip(names, hosts, strict=True))
             row |= times(harness.interleave(steps, rounds, sample_ms), mode)
         results.append(row)
     return results
@@ -307,6 +310,8 @@ def _steps(
         # Dynamo keeps one graph for equal backends: `partial` makes another one.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         sides["unguarded"] = compiled(backend=partial(backend), options=options)
+        tunegemm.patch(patched := harness.twin(model), fuse=True)
+        sides["patched"] = _step(x, patched)
     if x.numel() // x.shape[-1] <= with_inductor:
         sides["inductor"] = compiled(dynamic=False)
     if mode == "backend" or not x.is_cuda:
@@ -343,17 +348,18 @@ def _step(x: torch.Tensor, model: Any) -> Step:
 def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, Any]:
     """Times from samples in us, by mode and library, one per round."""
     row = harness.compared(samples, mode, others=OTHERS)
-    if unguarded := samples.get((mode, "unguarded")):
-        row["unguarded_ratio"] = harness.ratio_of(samples[mode, "torch"], unguarded)
+    for way in WAYS:
+        if timed := samples.get((mode, way)):
+            row[f"{way}_ratio"] = harness.ratio_of(samples[mode, "torch"], timed)
     return row
 
 
 def _brief(row: dict[str, Any]) -> str:
     more = [f"{row[f'ratio_to_{other}']:.3f} x {other}" for other in OTHERS if f"ratio_to_{other}" in row]
     if "host_us" in row:
-        more.append(f"unguarded {row['unguarded_ratio']:.3f} x torch")
-        hosts = row["torch_host_us"], row["unguarded_host_us"]
-        more.append(f"host {row['host_us']:.0f} us, torch {hosts[0]:.0f}, unguarded {hosts[1]:.0f}")
+        more += [f"{way} {row[f'{way}_ratio']:.3f} x torch" for way in WAYS]
+        hosts = ", ".join(f"{library} {row[f'{library}_host_us']:.0f}" for library in ("torch", *WAYS))
+        more.append(f"host {row['host_us']:.0f} us, {hosts}")
     return harness.line(f"{row['model']} {row['rows']} {row['mode']}", row, *more)
 
 

@@ -326,24 +326,18 @@ def layers(data: Data) -> list[str]:
             least = min(some, key=lambda row: row["ratio"])
             names = [f"ratio_to_{other}" for other in ("merged", "inductor")]
             others = filter(None, [[row[name] for row in some if name in row] for name in names])
-            host = [row["host_us"] / row["torch_host_us"] for row in some if "host_us" in row]
             lines.append([
                 size, str(len(some)), mean_of(some), f"{least['ratio']:.3f} ({least['model']})",
                 ", ".join(f"{geometric_mean(ratios):.3f}" for ratios in others),
-                f"{geometric_mean(host):.2f}" if host else "",
                 f"{median(row['noise'] for row in some):.1%}",
             ])  # fmt: skip
+            host = [row["host_us"] / row["torch_host_us"] for row in some if "host_us" in row]
+            eager = [row["patched_ratio"] for row in some if "patched_ratio" in row]
+            lines[-1] += [f"{geometric_mean(host):.2f}"] if host else []
+            lines[-1] += [f"{geometric_mean(eager):.3f} ({min(eager):.3f})"] if eager else []
+        more = ["times torch", "lowest", "times merged, Inductor", "noise", "host time / torch's", "patched"]
         if lines:
-            header = [
-                mode,
-                "models",
-                "times torch",
-                "lowest",
-                "times merged, Inductor",
-                "host time / torch's",
-                "noise",
-            ]
-            tables.append(markdown_table(header, lines))
+            tables.append(markdown_table([mode, "models", *more][: len(lines[0])], lines))
     slower = _slower(data["rows"], "model", "rows", "mode")
     return [*tables, f"- slower than torch by more than the noise: {slower}"]
 
