@@ -44,37 +44,6 @@ def _is_fused_later() -> bool:
 _is_fused_later._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def eagerly(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The forward of a `TunedLinear` outside a graph.
-
-    Torch computes layers that train: autograd would call Python for them, which cost more than kernels saved
-    (docs/decisions/0028).
-    """
-    weight: Any
-    bias: torch.Tensor | None
-    own = layer.__dict__
-    try:  # as attributes of the module the two cost the host a third of the call
-        parameters = own["_parameters"]
-        weight, bias = parameters["weight"], parameters["bias"]
-        is_hidden = "weight" in own or "bias" in own
-    except KeyError:  # another object provides them, such as a parametrization
-        is_hidden = True
-    if is_hidden:
-        weight, bias = layer.weight, layer.bias
-    if type(input) in PLAIN:
-        if (
-            grad_enabled()
-            and not tracing()  # its checks need the same function in each mode
-            and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
-        ):
-            return _torchs(input, weight, bias)
-    elif (node := module_node(layer, input)) is not None:
-        return node
-    if bias is None:
-        return api.product(LINEAR, input, weight)
-    return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
-
-
 def module_node(layer: torch.nn.Linear, input: Any) -> Any:
     """The call of the module as a node of torch.fx, if its tracer does not look into linear layers; or None.
 
@@ -105,7 +74,11 @@ class _Standing(type):
 
 
 class TunedLinear(torch.nn.Linear, metaclass=_Standing):
-    """A `torch.nn.Linear` that calls `tunegemm.linear`; `patch` installs it. It has no state of its own."""
+    """A `torch.nn.Linear` that calls `tunegemm.linear`; `patch` installs it. It has no state of its own.
+
+    Torch computes layers that train in eager code: autograd would call Python for them, which cost more than
+    kernels saved (docs/decisions/0028).
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if F.linear is not _torchs or _Linear.forward is not _forward:  # `is_replaced`, without the call
@@ -113,17 +86,36 @@ class TunedLinear(torch.nn.Linear, metaclass=_Standing):
         if _is_compiling():
             linear = _torchs if _is_fused_later() else functions.linear
             return linear(input, self.weight, self.bias)
+        weight: Any
+        bias: torch.Tensor | None
         own = self.__dict__
-        if type(input) in PLAIN and "weight" not in own and "bias" not in own:
-            try:  # spelled out: a call would cost as much as the look
-                parameters, quick = own["_parameters"], api.quick
-                weight, bias = parameters["weight"], parameters["bias"]
+        try:  # as attributes of the module the two cost the host a third of the call
+            parameters = own["_parameters"]
+            weight, bias = parameters["weight"], parameters["bias"]
+            is_hidden = "weight" in own or "bias" in own
+        except KeyError:  # another object provides them, such as a parametrization
+            is_hidden = True
+        if is_hidden:
+            weight, bias = self.weight, self.bias
+        if type(input) in PLAIN:
+            quick = api.quick
+            try:
                 elements = quick.get(data_ptr(weight) + (bias is not None))
                 if elements is not None and input.numel() in elements and monotonic() < quick.until:
                     return _torchs(input, weight, bias)
-            except (AttributeError, KeyError, RuntimeError, TypeError):  # `eagerly` finds out why
+            except (AttributeError, RuntimeError, TypeError):  # the dispatcher finds out why
                 pass
-        return eagerly(self, input)
+            if (
+                grad_enabled()
+                and not tracing()  # its checks need the same function in each mode
+                and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+            ):
+                return _torchs(input, weight, bias)
+        elif (node := module_node(self, input)) is not None:
+            return node
+        if bias is None:
+            return api.product(LINEAR, input, weight)
+        return api.dispatcher.fused(functions.WITH_BIAS, input, weight, (bias,))
 
 
 # torch.jit.script compiles its source.
