@@ -6,12 +6,12 @@
 
 Two layers in plain torch with random weights: modules of modules, or (a name that ends with `-whole`) all of
 a layer in one forward. Rows are the tokens of one prompt, or, as in d16, one token for each of so many
-sequences that attend to 512 tokens. Modes: *backend* times eager calls, *graph* the same in a CUDA graph
-each; *inductor* the model compiled by Inductor without and with the pass of `tunegemm.enable`. *Merged* is
-torch alone with q, k and v, and gate and up, as one product each and a compiled gate, as serving engines
-have it; *unguarded* is the backend without Dynamo's guards on modules (docs/guide/layers.md), *patched* the
-eager model after ``patch(fuse=True)``;
-`--with-inductor N` adds the compiled model, for up to N rows, to the first two modes. Writes
+sequences that attend to 512 tokens. Modes: *backend* times eager calls, *patched* those of the model after
+``patch(fuse=True)``, *graph* the backend's in a CUDA graph; *inductor* the model compiled by Inductor
+without and with the pass of `tunegemm.enable`. *Merged* is torch alone with q, k and v, and gate and up, as
+one product each and a compiled gate, as serving engines have it; *unguarded* is the backend without Dynamo's
+guards on modules (docs/guide/layers.md); `--with-inductor N` adds the compiled model, for up to N rows, to
+the modes but the last. Writes
 results/GPU/layers.json.
 """
 
@@ -47,17 +47,16 @@ from tunegemm.layers.backend import tunegemm as backend
 METHOD = (
     "wall time of two layers with the device idle before and after, as many steps a sample as take a row's "
     "sample_ms, after as many that are not timed; torch, torch again and the others in shuffled order in a "
-    "round, of which mode backend has three times as many, of a third as long; ratios are medians over "
+    "round, of which eager modes have three times as many, of a third as long; ratios are medians over "
     "rounds; noise of timing torch twice a round; host_us is the host's time for a step that nobody waits "
     "for; errors are relative to the same layers in fp32"
 )
-MODES = ("backend", "graph", "inductor")
+MODES = ("backend", "patched", "graph", "inductor")
 #: Further libraries that rows have ratios to, if they were timed.
 OTHERS = ("merged", "inductor")
 LAYERS = 2
-#: Further ways of tunegemm in mode backend, whose rows have their ratios to torch and their hosts' times.
-WAYS = ("unguarded", "patched")
-#: For mode backend, where the host's time matters: how many times as many rounds, and how much shorter.
+#: Modes in which the host's time matters: how many times as many rounds they have, and how much shorter.
+_EAGER = ("backend", "patched")
 _HOSTS_ROUNDS, _HOSTS_SHARE = 3, 1 / 3
 
 
@@ -234,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample-ms", type=float, default=harness.SAMPLE_MS, help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="layers of a few thousand weights")
     options = parser.parse_args(arguments)
-    if options.device == "cpu" and options.modes != ["backend"]:
+    if options.device == "cpu" and not set(options.modes) <= set(_EAGER):
         raise BadValueError(f"--modes {','.join(options.modes)} need a GPU; on a CPU use --modes backend")
     place, results = harness.opened(options, "layers.json", METHOD)
     torch._dynamo.config.recompile_limit = 64  # of `_gate`
@@ -273,15 +272,15 @@ def measure(
         errors = {library: harness.error_of(step(), expected) for (_, library), step in steps.items()}
         row: dict[str, Any] = {"model": name, "rows": rows, "mode": mode, "layers": LAYERS, "dtype": "bf16"}
         row |= {"sample_ms": options.sample_ms} | harness.quality(errors["torch"], errors["tunegemm"])
-        for way in filter(errors.get, WAYS):
-            row["right"] &= harness.quality(errors["torch"], errors[way])["right"]
+        if "unguarded" in errors:
+            row["right"] &= harness.quality(errors["torch"], errors["unguarded"])["right"]
         if place.type == "cuda":
             rounds, sample_ms = options.rounds, options.sample_ms
-            if mode == "backend":
+            if mode in _EAGER:
                 rounds, sample_ms = _HOSTS_ROUNDS * rounds, _HOSTS_SHARE * sample_ms
-                hosts = host_us(*(steps[mode, library] for library in ("tunegemm", "torch", *WAYS)))
-                names = ("host_us", *(f"{library}_host_us" for library in ("torch", *WAYS)))
-                row |= dict(zip(names, hosts, strict=True))
+                names = {"tunegemm": "host_us", "torch": "torch_host_us", "unguarded": "unguarded_host_us"}
+                sides = {each: steps[mode, key] for key, each in names.items() if (mode, key) in steps}
+                row |= dict(zip(sides, host_us(*sides.values()), strict=True))
             row |= times(harness.interleave(steps, rounds, sample_ms), mode)
         results.append(row)
     return results
@@ -303,18 +302,20 @@ def _steps(
                 sides[library] = harness.captured(compiled(dynamic=False))
         return {(mode, library): step for library, step in sides.items()}
     sides["torch"] = _step(x, model)
-    if all(isinstance(block, Block) for block in model):
-        sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
-    sides["tunegemm"] = compiled(backend=backend)
+    if mode == "patched":
+        tunegemm.patch(patched := harness.twin(model), fuse=True)
+        sides["tunegemm"] = _step(x, patched)
+    else:
+        sides["tunegemm"] = compiled(backend=backend)
+        if all(isinstance(block, Block) for block in model):
+            sides["merged"] = _step(x, merged(model, compiles=x.is_cuda))
     if mode == "backend":
         # Dynamo keeps one graph for equal backends: `partial` makes another one.
         options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
         sides["unguarded"] = compiled(backend=partial(backend), options=options)
-        tunegemm.patch(patched := harness.twin(model), fuse=True)
-        sides["patched"] = _step(x, patched)
     if x.numel() // x.shape[-1] <= with_inductor:
         sides["inductor"] = compiled(dynamic=False)
-    if mode == "backend" or not x.is_cuda:
+    if mode in _EAGER or not x.is_cuda:
         for step in sides.values():
             for _ in range(3):
                 step()
@@ -348,18 +349,17 @@ def _step(x: torch.Tensor, model: Any) -> Step:
 def times(samples: dict[tuple[str, str], list[float]], mode: str) -> dict[str, Any]:
     """Times from samples in us, by mode and library, one per round."""
     row = harness.compared(samples, mode, others=OTHERS)
-    for way in WAYS:
-        if timed := samples.get((mode, way)):
-            row[f"{way}_ratio"] = harness.ratio_of(samples[mode, "torch"], timed)
+    if unguarded := samples.get((mode, "unguarded")):
+        row["unguarded_ratio"] = harness.ratio_of(samples[mode, "torch"], unguarded)
     return row
 
 
 def _brief(row: dict[str, Any]) -> str:
     more = [f"{row[f'ratio_to_{other}']:.3f} x {other}" for other in OTHERS if f"ratio_to_{other}" in row]
     if "host_us" in row:
-        more += [f"{way} {row[f'{way}_ratio']:.3f} x torch" for way in WAYS]
-        hosts = ", ".join(f"{library} {row[f'{library}_host_us']:.0f}" for library in ("torch", *WAYS))
-        more.append(f"host {row['host_us']:.0f} us, {hosts}")
+        more.append(f"host {row['host_us']:.0f} us, torch {row['torch_host_us']:.0f}")
+    if "unguarded_ratio" in row:
+        more.append(f"unguarded {row['unguarded_ratio']:.3f} x torch")
     return harness.line(f"{row['model']} {row['rows']} {row['mode']}", row, *more)
 
 

@@ -279,12 +279,14 @@ class TestBlocks:
             shared | {"rows": "d16", "mode": "graph", "model": "o", "ratio": 1.2},
             shared | {"rows": "256", "mode": "graph", "ratio": 0.99},
             shared | {"rows": "d16", "mode": "backend", "host_us": 60.0, "torch_host_us": 100.0},
+            shared | {"rows": "d16", "mode": "patched"},
         ]
         (tmp_path / "layers.json").write_text(json.dumps({"meta": {}, "rows": rows}))
         text = programs.layers(tmp_path)
-        assert "| d16 | 2 | 1.149 | 1.100 (m) | 1.050 |  | 0.4% |" in text
-        assert "| 256 | 1 | 0.990 | 0.990 (m) |  |  | 0.4% |" in text
-        assert "| d16 | 1 | 1.100 | 1.100 (m) |  | 0.60 | 0.4% |" in text
+        assert "| d16 | 2 | 1.149 | 1.100 (m) | 1.050 | 0.4% |" in text
+        assert "| 256 | 1 | 0.990 | 0.990 (m) |  | 0.4% |" in text
+        assert "| d16 | 1 | 1.100 | 1.100 (m) |  | 0.4% | 0.60 |" in text
+        assert "- patched: d16 1.100\n" in text
         assert text.endswith("- slower than torch by more than the noise: m 256 graph (0.990)")
 
     def test_first_use_kinds(self, generate: ModuleType, tmp_path: Path) -> None:

@@ -332,12 +332,13 @@ def layers(data: Data) -> list[str]:
                 f"{median(row['noise'] for row in some):.1%}",
             ])  # fmt: skip
             host = [row["host_us"] / row["torch_host_us"] for row in some if "host_us" in row]
-            eager = [row["patched_ratio"] for row in some if "patched_ratio" in row]
             lines[-1] += [f"{geometric_mean(host):.2f}"] if host else []
-            lines[-1] += [f"{geometric_mean(eager):.3f} ({min(eager):.3f})"] if eager else []
-        more = ["times torch", "lowest", "times merged, Inductor", "noise", "host time / torch's", "patched"]
+        more = ["times torch", "lowest", "times merged, Inductor", "noise", "host time / torch's"]
         if lines:
             tables.append(markdown_table([mode, "models", *more][: len(lines[0])], lines))
+    eager = groups_of((row for row in data["rows"] if row["mode"] == "patched"), lambda row: row["rows"])
+    if eager:
+        tables.append("- patched: " + ", ".join(f"{size} {mean_of(eager[size])}" for size in sorted(eager)))
     slower = _slower(data["rows"], "model", "rows", "mode")
     return [*tables, f"- slower than torch by more than the noise: {slower}"]
 
