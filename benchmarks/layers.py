@@ -11,8 +11,7 @@ sequences that attend to 512 tokens. Modes: *backend* times eager calls, *patche
 without and with the pass of `tunegemm.enable`. *Merged* is torch alone with q, k and v, and gate and up, as
 one product each and a compiled gate, as serving engines have it; *unguarded* is the backend without Dynamo's
 guards on modules (docs/guide/layers.md); `--with-inductor N` adds the compiled model, for up to N rows, to
-the modes but the last. Writes
-results/GPU/layers.json.
+the modes but the last. Writes results/GPU/layers.json.
 """
 
 from __future__ import annotations
