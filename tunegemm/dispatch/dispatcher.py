@@ -441,7 +441,8 @@ class Dispatcher:
         a, b = tensors[:2]
         slot = b.data_ptr() | form.tag | (0 if out is None else 2)
         state.recent[slot] = state.recent[slot, a.numel(), b.stride()] = recent
-        if plan is None and form.torchs is linear and a.dtype.itemsize == 2 and a.is_contiguous():
+        is_layer = form.torchs is linear and out is None
+        if plan is None and is_layer and a.dtype.itemsize == 2 and a.is_contiguous():
             self.planner.states.put_quick(state, b.data_ptr() + (len(tensors) > 2), {a.numel()})
 
     def _is_differentiable(self, form: Form, a: Any, b: Any, tensors: Sequence[Any]) -> bool:
