@@ -287,9 +287,9 @@ class Forward:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         module = self._module
         if not _is_compiling() and len(arguments) == 1 and not keywords and type(arguments[0]) in PLAIN:
-            gated = self._gated(arguments[0])
-            if gated is not None:
-                return module._modules[self.places.down](gated)  # type: ignore[misc]
+            down = module._modules.get(self.places.down)
+            if down is not None and (gated := self._gated(arguments[0])) is not None:
+                return down(gated)
         return type(module).forward(module, *arguments, **keywords)
 
     def _gated(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -311,7 +311,9 @@ class Forward:
         else:
             operands = (x, first, second, added, upper_added)
         for operand in operands:
-            if type(operand) not in PLAIN:
+            if (
+                type(operand) not in PLAIN or operand.is_nested
+            ):  # torch's check of one ends the process (2.13)
                 return None
         # Spelled out: within a model, each further call of a function costs it some microseconds.
         if (
@@ -331,8 +333,8 @@ class Forward:
                 or (seen.is_trained and grad_enabled())
             )
         ):  # fmt: skip
-            for child in (gate, up, seen.act):
-                its = _NOTHING if child is None else child.__dict__
+            for child in seen.bare:
+                its = child.__dict__
                 if (
                     "forward" in its or "weight" in its or "bias" in its
                     or its["_forward_hooks"] or its["_forward_pre_hooks"]
@@ -363,7 +365,6 @@ class Forward:
             or not (x.dtype is first.dtype is second.dtype)
             or not (x.device == first.device == second.device)
             or not (x.layout is first.layout is second.layout is torch.strided)
-            or x.is_nested
             or x.ndim < 2
             or first.shape != second.shape
             or first.stride() != second.stride()
@@ -388,8 +389,9 @@ class Forward:
                     (functional, "linear", functional.linear), (nn.Linear, "forward", nn.Linear.forward),
                 )  # fmt: skip
                 check, is_trained = guards.check_of(operands), any(each.requires_grad for each in operands)
+                bare = (gate, up) if act is None else (gate, up, act)
                 self._seen = _Seen(
-                    entry, gate, up, act, links, len(operands), check, known.launch, is_trained
+                    entry, gate, up, act, bare, links, len(operands), check, known.launch, is_trained
                 )
             planner = api.dispatcher.planner
             planner.states.put_quick(planner.state, data_ptr(first) + _OF_MLPS, entry)
@@ -398,7 +400,6 @@ class Forward:
 
 #: What is added to a gate's address in `api.quick`.
 _OF_MLPS = 2
-_NOTHING = dict.fromkeys(("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
 
 
 class _Seen(NamedTuple):
@@ -410,6 +411,8 @@ class _Seen(NamedTuple):
     up: Any
     act: Any
     """None for a function."""
+    bare: tuple[Any, ...]
+    """Those whose hooks and attributes would change the result (`_is_bare`)."""
     links: Links
     """Whatever else makes the module's forward what it is."""
     operands: int
