@@ -298,6 +298,11 @@ def _hidden(module: Any, name: str, attribute: Any) -> None:
     vars(module)[name] = attribute
 
 
+class Doubling(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a weight in front of the parameter": lambda model: _hidden(
         model.gate_proj, "weight", model.gate_proj.weight.detach() * 2
@@ -319,6 +324,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "another forward of a layer": _forward,
     "another forward": _own_forward,
     "another activation": _act,
+    "another class of the activation": lambda model: setattr(model.act_fn, "__class__", nn.Tanh),
+    "another class of gate": lambda model: setattr(model.gate_proj, "__class__", Doubling),
     "another class": lambda model: setattr(model, "__class__", Other),
     "a bias": _biased,
     "biases that are no parameters": _biased_by_buffers,

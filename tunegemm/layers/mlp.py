@@ -154,7 +154,9 @@ def _activation(module: Any) -> tuple[str, Links]:
         return "", ()
     cls = type(module)
     forward = vars(cls).get("forward")
-    links: Links = ((cls, "forward", forward), (cls, "__call__", cls.__call__))
+    links: Links = (
+        (module, "__class__", cls), (cls, "forward", forward), (cls, "__call__", cls.__call__)
+    )  # fmt: skip
     if (function := _OWN.get((cls, forward))) is not None:
         name, option = cls.__name__.lower(), "approximate" if cls is nn.GELU else "inplace"
         said = vars(module).get(option)
